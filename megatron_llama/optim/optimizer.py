@@ -88,8 +88,7 @@ class Optimizer:
     def _step_on_host(self, factor: torch.Tensor | None, skip: torch.Tensor | None) -> None:
         """Update the host copies, then the shards. One sync, for gradients, factor and skip; weights are copied back
         asynchronously."""
-        pairs = zip(self._views(), self._shards_in_order(), strict=True)
-        updated = [(view, shard, shard.grad) for view, shard in pairs if shard.grad is not None]
+        updated = [(view, shard, shard.grad) for view, shard in self._pairs() if shard.grad is not None]
         for view, shard, _ in updated:
             view.data.copy_(shard.local, non_blocking=True)  # the shard may have been loaded from a checkpoint
         device = self.model.device
@@ -136,11 +135,10 @@ class Optimizer:
     @property
     def updates(self) -> int:
         """Number of updates so far, as used for Adam's bias correction and for the noise of rounding."""
-        states = (self.inner.state[view] for view in self._views())
         counts: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
-        for state in states:
-            if "step" in state:
-                counts[state["step"].device].append(state["step"])
+        for view, _ in self._pairs():
+            if "step" in self.inner.state[view]:
+                counts[self.inner.state[view]["step"].device].append(self.inner.state[view]["step"])
         return max((int(torch.stack(of_device).max()) for of_device in counts.values()), default=0)  # one sync
 
     def states(self) -> Iterator[tuple[str, Shard, torch.Tensor | BlockwiseState]]:
@@ -148,7 +146,7 @@ class Optimizer:
 
         Creates missing states as zeros, because torch creates them at the first step.
         """
-        for view, shard in zip(self._views(), self._shards_in_order(), strict=True):
+        for view, shard in self._pairs():
             state = self.inner.state[view]
             for kind in self.row.states_of(is_matrix=is_block_matrix(shard.name)):
                 if state.get(kind) is None:
@@ -165,7 +163,7 @@ class Optimizer:
                 yield f"{kind} (scales)", shard, state.scales
             else:
                 yield kind, shard, state
-        for view, shard in zip(self._views(), self._shards_in_order(), strict=True):
+        for view, shard in self._pairs():
             if "step" in self.inner.state[view]:
                 yield "the number of updates", shard, self.inner.state[view]["step"]
 
@@ -176,7 +174,7 @@ class Optimizer:
         """
         for _ in self.states():  # creates them
             pass
-        for view in self._views():
+        for view, _ in self._pairs():
             at = view.device if self.inner.counts_on_device else devices.HOST
             # Filled on the device: a copy of a host scalar would be a sync.
             self.inner.state[view]["step"] = torch.full((), float(updates), device=at)
@@ -187,17 +185,13 @@ class Optimizer:
 
     def _set_gradients(self) -> None:
         """Set the views' gradients to the shards' gradients."""
-        for view, shard in zip(self._views(), self._shards_in_order(), strict=True):
+        for view, shard in self._pairs():
             view.grad = shard.grad
 
-    def _views(self) -> list[torch.Tensor]:
-        """Return the tensors that ``inner`` updates, in the order of its parameter groups."""
-        return [view for group in self.inner.param_groups for view in group["params"]]
-
-    def _shards_in_order(self) -> list[Shard]:
-        """Return the trained shards in the order of the parameter groups: with weight decay, then without."""
-        trained = self.model.trained
-        return [s for s in trained if decays(s.name)] + [s for s in trained if not decays(s.name)]
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, Shard]]:
+        """Yield the tensors that ``inner`` updates with their shards, as in its groups: first those that decay."""
+        views = [view for group in self.inner.param_groups for view in group["params"]]
+        return zip(views, sorted(self.model.trained, key=lambda s: not decays(s.name)), strict=True)
 
 
 def decays(name: str) -> bool:

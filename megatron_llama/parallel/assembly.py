@@ -99,11 +99,6 @@ def _preference(build: Build, parts: BlockParts) -> BlockParts:
     return replace(parts, head=partial(parts.head, preference=PreferenceLoss(build.plan.config.finetune, context)))
 
 
-def _float8(build: Build, parts: BlockParts) -> BlockParts:
-    name = str(build.plan.config.trainer.float8)
-    return replace(parts, linear=partial(float8_linear, name=name, kernels=build.kernels, groups=build.groups))
-
-
 PARTS: dict[str, Callable[[Build, BlockParts], BlockParts]] = {
     "cp": lambda b, parts: divided_parts(parts, b.topology, b.kernels, b.groups, b.plan.config.trainer.cp_comm),
     "exact": lambda b, parts: b.exact.parts(parts),
@@ -111,7 +106,9 @@ PARTS: dict[str, Callable[[Build, BlockParts], BlockParts]] = {
     "QK-Clip": lambda b, parts: replace(parts, measure_logits=logits_measure(b.plan, b.groups)),
     "fused operators": _fused,
     "quantized": lambda b, parts: replace(parts, linear=partial(quantized_linear, kind=str(b.plan.quantized))),
-    "float8": _float8,
+    "float8": lambda b, parts: replace(
+        parts, linear=partial(float8_linear, name=str(b.plan.config.trainer.float8), kernels=b.kernels, groups=b.groups)
+    ),
     "LoRA": lambda b, parts: replace(parts, linear=partial(lora_linear, parts.linear, b.plan.config.finetune)),
 }
 

@@ -219,19 +219,12 @@ class Compiler:
         """Return the settings that differ from the most similar graph in the cache, as text."""
         if self._note_of(key).exists():
             return "compiled before, but no longer in the compiler's cache, or for another kind of processor"
-        settings = self._settings
-        nearest: dict[str, Any] | None = None
-        for path in self._notes.glob("*.json"):
-            note = _read(path)
-            if (note.get("what"), note.get("mode")) != (name, mode):
-                continue
-            if nearest is None or _differences(note["settings"], settings) < _differences(nearest, settings):
-                nearest = note["settings"]
-        if nearest is None:
+        notes = [note for path in self._notes.glob("*.json") if (note := _read(path))]
+        known = [note["settings"] for note in notes if (note.get("what"), note.get("mode")) == (name, mode)]
+        if not known:
             return f"the cache has no graph of {name}, {mode} yet"
-        before = nearest
-        changes = [f"{key}: {before.get(key)} → {new}" for key, new in settings.items() if before.get(key) != new]
-        return ", ".join(changes) or "the code has changed"
+        nearest = min((_changes(settings, self._settings) for settings in known), key=len)
+        return ", ".join(nearest) or "the code has changed"
 
 
 def graph_settings(plan: Plan) -> dict[str, Any]:
@@ -304,8 +297,8 @@ def _read(path: Path) -> dict[str, Any]:
     return note if isinstance(note, dict) and isinstance(note.get("settings"), dict) else {}
 
 
-def _differences(one: dict[str, Any], other: dict[str, Any]) -> int:
-    return sum(one.get(name) != value for name, value in other.items())
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [f"{name}: {before.get(name)} → {value}" for name, value in now.items() if before.get(name) != value]
 
 
 # The report of all ranks: graphs, cache hits and misses, on the console and in compile.json.

@@ -65,25 +65,19 @@ def run_schedule(
         output = chunk(batch.tokens, *labels, inputs, pairs=batch.pairs)
         return output, lambda loss: (loss[0] if metrics else loss, batch.loss_mask.sum().int(), loss.detach())
 
-    for chunk in chunks:
-        chunk.train(train)
     contexts = [no_sync_func(chunk, trainer.zero, copies) for chunk, copies in zip(chunks, compute_copies, strict=True)]
     config = chunks[0].config
     config.no_sync_func = None
     if train and contexts[0] is not None:  # the interleaved schedule takes one for each chunk
         config.no_sync_func = contexts if trainer.vpp > 1 else contexts[0]
-    with torch.set_grad_enabled(train):
-        losses = _run(chunks, plan, forward_step, microbatches, microbatches[0].tokens.shape, train)
+    losses = _run(chunks, plan, forward_step, microbatches, microbatches[0].tokens.shape, train)
     device = microbatches[0].tokens.device
     shape = (1 + len(metrics),) if metrics else () if train else (2,)
     return torch.stack(losses).sum(dim=0) if losses else torch.zeros(shape, device=device)
 
 
-@torch.no_grad()
 def run_answer_logps(chunks: list[Llama], plan: Plan, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
     """Run forward over pairs. Return ``PreferenceLoss.answer_logps`` of each micro batch on the last pipeline stage."""
-    for chunk in chunks:
-        chunk.eval()
 
     def forward_step(batches: Iterator[MicroBatch], chunk: Llama) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
@@ -94,7 +88,6 @@ def run_answer_logps(chunks: list[Llama], plan: Plan, microbatches: Sequence[Mic
     return _run(chunks, plan, forward_step, microbatches, microbatches[0].tokens.shape, train=False)
 
 
-@torch.no_grad()
 def run_logits(
     chunks: list[Llama],
     plan: Plan,
@@ -116,8 +109,6 @@ def run_logits(
     """
     # A rank of sequence parallelism has a part of the sequence before the head: select after it.
     before_head = None if plan.sp else token_index
-    for chunk in chunks:
-        chunk.eval()
     # The interleaved schedule needs a multiple of pp micro batches: repeat the one.
     repeats = plan.config.trainer.pp if plan.config.trainer.vpp > 1 else 1
 
@@ -147,14 +138,17 @@ def _run(
         schedule = forward_backward_pipelining_without_interleaving
     else:
         schedule = forward_backward_pipelining_with_interleaving
+    for chunk in chunks:
+        chunk.train(train)
     iterators, interleaved = [iter(microbatches) for _ in chunks], plan.config.trainer.vpp > 1
-    collected: list[torch.Tensor] = schedule(
-        forward_step_func=forward_step,
-        data_iterator=iterators if interleaved else iterators[0],
-        model=chunks if interleaved else chunks[0],
-        num_microbatches=len(microbatches),
-        seq_length=shape[1] * plan.grid.divisor("tokens"),  # megatron-core divides it by these ranks
-        micro_batch_size=shape[0],
-        forward_only=not train,
-    )
+    with torch.set_grad_enabled(train):
+        collected: list[torch.Tensor] = schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterators if interleaved else iterators[0],
+            model=chunks if interleaved else chunks[0],
+            num_microbatches=len(microbatches),
+            seq_length=shape[1] * plan.grid.divisor("tokens"),  # megatron-core divides it by these ranks
+            micro_batch_size=shape[0],
+            forward_only=not train,
+        )
     return collected

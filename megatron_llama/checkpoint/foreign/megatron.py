@@ -145,7 +145,9 @@ def describe_source(result: Foreign, content: Mapping[str, Any], folder: Path) -
     arguments = vars(content["args"]) if has_arguments else read_run_config(folder)
     read_arguments(result, arguments, folder)
     result.step = integer(content.get("iteration"), content.get("global_step"))
-    result.samples = integer(arguments.get("consumed_train_samples"), *_data_module_samples(content))
+    # NeMo 2 stores the state of its data module under the name of its class.
+    samples = [each.get("consumed_samples") for each in content.values() if isinstance(each, dict)]
+    result.samples = integer(arguments.get("consumed_train_samples"), *samples)
     batch, iterations = integer(arguments.get("global_batch_size")), integer(arguments.get("train_iters"))
     result.shuffled = integer(arguments.get("train_samples"))
     if result.shuffled is None and batch is not None and iterations is not None:
@@ -176,13 +178,6 @@ def _check_vocabulary(arguments: Mapping[str, Any], model: ModelConfig, folder: 
     if size is not None and size > model.vocab_size:
         rule = f"the checkpoint {folder} was trained with {size}"
         raise ConfigError([Problem("model.vocab_size", model.vocab_size, rule, f"write model.vocab_size={size}")])
-
-
-def _data_module_samples(content: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield consumed samples of NeMo 2's data module, whose state is stored under its class name."""
-    for value in content.values():
-        if isinstance(value, dict) and "consumed_samples" in value:
-            yield value["consumed_samples"]
 
 
 def read_train_state(result: Foreign, folder: Path) -> None:

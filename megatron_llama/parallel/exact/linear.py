@@ -169,7 +169,11 @@ class _Row(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, how: RowMatmul) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.how = how
-        nodes = [how.tree.nodes(_row_leaves(sequence, weight, how)) for sequence in sequences(x)]
+        blocks, spans = how.slices(weight.shape[1]), how.context.spans(len(x))
+        nodes = [
+            how.tree.nodes(product(sequence, weight.t(), spans, [ALL], block) for block in blocks)  # each is [s, out]
+            for sequence in sequences(x)
+        ]
         return how.tree.total(by_node(nodes), scatter=how.scatters).to(x.dtype)
 
     @staticmethod
@@ -187,13 +191,6 @@ class _Row(torch.autograd.Function):
                 how.total.add(product(sequence.t(), inputs[:, where], [ALL], parts), slice(None), where)
         how.total.end(x.device)
         return grad_x, None, None
-
-
-def _row_leaves(x: Tensor, weight: Tensor, how: RowMatmul) -> Iterator[Tensor]:
-    """Yield each block's part of the output [s, out] of one sequence x [s, in/t]."""
-    spans = how.context.spans(len(x))
-    for block in how.slices(weight.shape[1]):
-        yield product(x, weight.t(), spans, [ALL], block)
 
 
 class _Bias(torch.autograd.Function):
