@@ -263,10 +263,8 @@ class Checkpointer:
 
             foreign = open_foreign(folder, self.plan.model, resumes=True)
             state, self._differences = resumed_state(self.plan, foreign, self.data.record(0))
-            targets = contents.weights(self.model.trained) | contents.optimizer_states(self.optimizer)
-            converted, read = contents.load_converted(self.optimizer, foreign.tensors)
-            targets = {name: target for name, target in targets.items() if name not in converted}
-            self.bytes_read = read + foreign.tensors.load_into(targets)
+            states, read = contents.load_converted(self.optimizer, foreign.tensors)
+            self.bytes_read = read + foreign.tensors.load_into(contents.weights(self.model.trained) | states)
             self._origin = None, dtype_of(foreign.tensors)
         for part in foreign.missing:
             self._report(f"{foreign.tensors.folder} lacks {part}")
@@ -296,11 +294,8 @@ class Checkpointer:
         Raises CorruptFile.
         """
         state, tensors, device = manifest.state, manifest.stored.tensors, self.model.device
-        targets, converted, read = contents.weights(self.model.trained), set[str](), 0
-        if state.step > 0:
-            targets |= contents.optimizer_states(self.optimizer)
-            converted, read = contents.load_converted(self.optimizer, manifest.stored)
-            targets = {name: target for name, target in targets.items() if name not in converted}
+        states, read = contents.load_converted(self.optimizer, manifest.stored) if state.step > 0 else ({}, 0)
+        targets = contents.weights(self.model.trained) | states
         missing = sorted(name for name in targets if name not in tensors)
         if missing:
             raise CorruptFile(f"{missing[0]} is missing")

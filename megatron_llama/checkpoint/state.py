@@ -45,17 +45,18 @@ def optimizer_states(optimizer: Optimizer, owned: bool = False) -> dict[str, Rec
     return _by_name((tensor for state in optimizer.states() for tensor in _tensors(*state)), owned)
 
 
-def load_converted(optimizer: Optimizer, stored: Stored) -> tuple[set[str], int]:
+def load_converted(optimizer: Optimizer, stored: Stored) -> tuple[dict[str, Rectangles], int]:
     """Load states whose bits (8 or 32) differ from the optimizer's, one at a time: dequantize or quantize them.
 
-    Returns the names of the loaded states, and the bytes read.
+    Returns ``optimizer_states`` without the loaded states, and the bytes read.
     """
-    names, read = set[str](), 0
+    others, read = optimizer_states(optimizer), 0
     for kind, shard, state in optimizer.states():
         in_8_bits = any(f"{STATES}{kind}{SCALE}.{rectangle.name}" in stored.tensors for rectangle in shard.rectangles)
         if in_8_bits == isinstance(state, BlockwiseState) or not shard.rectangles:
             continue
-        names |= _by_name(_tensors(kind, shard, state), owned=False).keys()
+        for name in _by_name(_tensors(kind, shard, state), owned=False):
+            others.pop(name, None)
         if isinstance(state, BlockwiseState):
             values = torch.zeros(state.codes.shape, device=state.codes.device)
             read += stored.load_into(_by_name(_tensors(kind, shard, values), owned=False))
@@ -64,7 +65,7 @@ def load_converted(optimizer: Optimizer, stored: Stored) -> tuple[set[str], int]
             quantized = BlockwiseState(state, levels_on(state.device, signed=kind not in optimizer.row.unsigned_states))
             read += stored.load_into(_by_name(_tensors(kind, shard, quantized), owned=False))
             state.copy_(quantized[:])
-    return names, read
+    return others, read
 
 
 def random_state(rank: int, device: torch.device) -> dict[str, Rectangles]:

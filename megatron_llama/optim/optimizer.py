@@ -189,7 +189,7 @@ class Optimizer:
             view.grad = shard.grad
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, Shard]]:
-        """Yield the tensors that ``inner`` updates with their shards, as in its groups: first those that decay."""
+        """Yield the tensors that ``inner`` updates with their shards: first the group with weight decay."""
         views = [view for group in self.inner.param_groups for view in group["params"]]
         return zip(views, sorted(self.model.trained, key=lambda s: not decays(s.name)), strict=True)
 

@@ -6,7 +6,9 @@ state that our checkpoints have, and reports the settings that differ from the s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from megatron_llama.arch import checkpoint_formats as formats
@@ -43,19 +45,16 @@ def open_foreign(folder: Path, model: ModelConfig, *, resumes: bool = False) -> 
     if recognized is None or not recognized.is_foreign:
         rule = "is no checkpoint of a known format" if recognized is None else f"is {formats.LABELS[recognized.format]}"
         raise ConfigError([Problem("checkpoint.resume", str(folder), rule, "name a checkpoint")])
-    where, kind = recognized.folder, recognized.format
-    if kind == formats.TORCH_DIST:
-        foreign = open_torch_dist(where, model, masters=resumes)
-    elif kind in READERS:
-        foreign = open_torch_files(where, model, kind)
-    else:
-        readers = {
-            formats.RANKS: open_ranks,
-            formats.FSDP: open_fsdp,
-            formats.TRAINER: open_trainer,
-            formats.DCP: open_dcp_folder,
-        }
-        foreign = readers[kind](where, model)
+    where = recognized.folder
+    readers: dict[str, Callable[[Path, ModelConfig], Foreign]] = {
+        **{kind: partial(open_torch_files, kind=kind) for kind in READERS},
+        formats.TORCH_DIST: partial(open_torch_dist, masters=resumes),
+        formats.RANKS: open_ranks,
+        formats.FSDP: open_fsdp,
+        formats.TRAINER: open_trainer,
+        formats.DCP: open_dcp_folder,
+    }
+    foreign = readers[recognized.format](where, model)
     foreign.missing += [] if foreign.has_settings else [NO_SETTINGS]
     check_model(where, model, foreign.facts, resumes=resumes)
     return foreign
