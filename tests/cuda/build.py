@@ -97,20 +97,8 @@ def build(folder: Path) -> None:
 
 
 def _compile(source: Path, folder: Path) -> None:
-    includes = [f"-I{path}" for path in include_folders()]
-    words = [
-        "g++",
-        "-std=c++17",
-        "-O1",
-        "-fPIC",
-        "-w",
-        *includes,
-        "-c",
-        str(source),
-        "-o",
-        str(folder / f"{source.stem}.o"),
-    ]
-    _run(words)
+    flags = ["-std=c++17", "-O1", "-fPIC", "-w", *(f"-I{path}" for path in include_folders())]
+    _run(["g++", *flags, "-c", str(source), "-o", str(folder / f"{source.stem}.o")])
 
 
 def _link(library: Library, folder: Path, imported: Iterable[tuple[str, str | None]]) -> None:

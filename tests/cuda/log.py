@@ -81,7 +81,6 @@ def read_logs(prefix: Path) -> list[ProcessLog]:
 
 
 def kernel_class(name: str) -> str:
-    """Return the class of a kernel."""
     return next((kind for kind, parts in KERNELS.items() if any(part in name for part in parts)), "other")
 
 

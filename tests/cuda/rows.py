@@ -46,7 +46,6 @@ def base(runtime: Runtime, folder: Path) -> Path:
 
 
 def start(runtime: Runtime, name: str, folder: Path, **settings: str) -> Run:
-    """Run a row."""
     ranks, overrides = ROWS[name]
     if any(BASE in override for override in overrides):
         model = str(base(runtime, folder / "base"))

@@ -85,24 +85,20 @@ def test_a_read_of_the_host_is_found(runtime: Runtime, tmp_path: Path) -> None:
     assert [call.fields["kind"] for call in run.logs[0].steps[2] if call.name == "SYNC"] == ["stream", "stream"]
 
 
-@pytest.mark.slow
-def test_a_tensor_on_the_cpu_is_found(runtime: Runtime, tmp_path: Path) -> None:
-    run = runtime.train(tmp_path, "trainer.steps=1", **{FAULT: "tensor on the CPU"})
-    assert run.status and "Expected all tensors to be on the same device" in run.output, run.output[-2000:]
+STOPPED: dict[str, tuple[int, tuple[str, ...]]] = {
+    "tensor on the CPU": (1, ("Expected all tensors to be on the same device",)),
+    "other order": (2, ("rank 0 calls all_reduce of 4 numbers", "rank 1 calls broadcast of 4")),
+    "other size": (2, ("rank 0 calls all_reduce of 4 numbers", "rank 1 calls all_reduce of 5 n")),
+}
+"""Ranks and messages of a run with a fault."""
 
 
 @pytest.mark.slow
-def test_another_order_of_collectives_is_found(runtime: Runtime, tmp_path: Path) -> None:
-    run = runtime.train(tmp_path, "trainer.steps=1", "trainer.tp=2", devices=2, **{FAULT: "other order"})
-    assert run.status
-    assert "rank 0 calls all_reduce of 4 numbers" in run.output and "rank 1 calls broadcast of 4" in run.output
-
-
-@pytest.mark.slow
-def test_another_size_of_a_collective_is_found(runtime: Runtime, tmp_path: Path) -> None:
-    run = runtime.train(tmp_path, "trainer.steps=1", "trainer.tp=2", devices=2, **{FAULT: "other size"})
-    assert run.status
-    assert "rank 0 calls all_reduce of 4 numbers" in run.output and "rank 1 calls all_reduce of 5 n" in run.output
+@pytest.mark.parametrize("fault", STOPPED)
+def test_a_fault_stops_the_run(runtime: Runtime, tmp_path: Path, fault: str) -> None:
+    ranks, messages = STOPPED[fault]
+    run = runtime.train(tmp_path, "trainer.steps=1", f"trainer.tp={ranks}", devices=ranks, **{FAULT: fault})
+    assert run.status and all(message in run.output for message in messages), run.output[-2000:]
 
 
 REPORT = "CSAN detected a possible data race on tensor"

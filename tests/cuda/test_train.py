@@ -75,7 +75,6 @@ def check(runtime: Runtime, folder: Path, ranks: int, settings: list[str], waits
 
 @pytest.mark.parametrize(("ranks", "layout", "model"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
 def test_layout(runtime: Runtime, tmp_path: Path, ranks: int, layout: list[str], model: list[str]) -> None:
-    """Rows of the layout table run."""
     reads_logits = any(setting.startswith("optim.qk_clip") for setting in model)  # its metric is one more read
     check(runtime, tmp_path, ranks, [*layout, *model], WAITS_OF_A_STEP + (OFFLOAD in layout) + reads_logits)
 
@@ -84,7 +83,6 @@ def test_layout(runtime: Runtime, tmp_path: Path, ranks: int, layout: list[str],
     ("ranks", "settings"), [row[1:] for row in more_rows.ROWS], ids=[row[0] for row in more_rows.ROWS]
 )
 def test_setting(runtime: Runtime, tmp_path: Path, ranks: int, settings: list[str]) -> None:
-    """Settings without a row in the layout table run."""
     check(runtime, tmp_path, ranks, settings)
 
 
