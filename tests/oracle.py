@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -194,15 +194,15 @@ def train_rank(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tupl
         if tamper is not None:
             tamper(model)
         batches = rank_batches(plan)
-        initial = rectangles(model, lambda shard: shard.local)
+        initial = rectangles(model.shards, lambda shard: shard.local)
         losses, norms, grads = [], [], []
         for step in range(steps):
             losses.append(model.forward_backward(batches.at(step * plan.config.trainer.global_batch_size)).item())
             norm = optimizer.gradient_norm()
             norms.append(norm.item())
-            grads.append(rectangles(model, lambda shard: shard.grad))
+            grads.append(rectangles(model.shards, lambda shard: shard.grad))
             optimizer.step(norm)
-        weights = rectangles(model, lambda shard: shard.local)
+        weights = rectangles(model.shards, lambda shard: shard.local)
         return losses, norms, fused_products(), initial, grads[0], grads[-1], states_of(optimizer), weights
 
 
@@ -221,10 +221,10 @@ def states_of(optimizer: Optimizer) -> list[tuple]:
     ]
 
 
-def rectangles(model: ParallelModel, of: Callable[[Shard], torch.Tensor | None]) -> list[tuple]:
-    """Return (name, global shape, offset, values) of all rectangles of this rank."""
+def rectangles(shards: Iterable[Shard], of: Callable[[Shard], torch.Tensor | None]) -> list[tuple]:
+    """Return (name, global shape, offset, values) of all rectangles of these shards of a rank."""
     results = []
-    for shard in model.shards:
+    for shard in shards:
         tensor = of(shard)
         assert tensor is not None, f"{shard.name} has no gradient"
         for rectangle in shard.rectangles:

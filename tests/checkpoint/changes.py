@@ -26,8 +26,6 @@ STEP = 3
 
 @dataclass(frozen=True)
 class Change:
-    """A changed setting."""
-
     now: Any
     """New value. For prefixes: names in the datasets' folder."""
     base: dict[str, Any] = field(default_factory=dict)

@@ -6,7 +6,8 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,19 +21,17 @@ from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.cli import main
 from megatron_llama.config import ConfigError, ModelConfig, load_config
-from megatron_llama.data.batches import build_data
-from megatron_llama.devices import get_device
-from megatron_llama.optim import Optimizer, build_optimizer
+from megatron_llama.optim import build_optimizer
 from megatron_llama.optim.blockwise import BlockwiseState
-from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan, resolve
+from megatron_llama.plan.data_schedules import BatchSchedule
 from tests.messages import unwrap
-from tests.oracle import SHAPE
+from tests.oracle import SHAPE, assemble, rank_data, rank_groups, rank_model, rectangles
 from tests.paths import CONF
 from tests.processes import Launcher
 from tests.ranks import run_ranks
 
-CPU = torch.device("cpu")
 SMALL = (*SHAPE, "optim.lr=0.003")
 Tensors = dict[str, torch.Tensor]
 Tamper = Callable[[Checkpointer], None]
@@ -65,21 +64,13 @@ def run(world_size: int, run_dir: Path, *overrides: str, until: int = 0, tamper:
     first = answers[0][0]
     assert all(answer[0].losses == first.losses for answer in answers)
     first.random = [answer[0].random[0] for answer in answers]
-    first.tensors = assembled([answer[1] for answer in answers])
+    first.tensors, _ = assemble([answer[1] for answer in answers])
     return first
 
 
 def _rank(rank: int, plan: Plan, until: int, tamper: Tamper | None) -> tuple[Run, list]:
-    device = get_device("cpu")
-    topology = plan.topology(rank)
-    with process_groups(plan, topology, device, CPU):
-        model = build_model(plan, topology, device, CPU)
-        optimizer = build_optimizer(plan, model)
-        data = build_data(plan, topology, CPU)
-        checkpointer = Checkpointer(plan, topology, model, optimizer, data)
-        if tamper is not None:
-            tamper(checkpointer)
-        batches = checkpointer.resume().batches
+    with resumed(rank, plan, tamper) as (model, checkpointer, batches):
+        optimizer, data = checkpointer.optimizer, checkpointer.data
         result = Run(started_at=batches.start.step)
         for step in range(result.started_at + 1, until + 1):
             result.losses[step] = model.forward_backward(data.train.at(batches.after(step - 1).samples)).item()
@@ -88,32 +79,25 @@ def _rank(rank: int, plan: Plan, until: int, tamper: Tamper | None) -> tuple[Run
         checkpointer.finish(max(until, result.started_at))
         result.updates, result.lr = optimizer.updates, optimizer.lr
         result.random = [torch.rand(()).item()]
-        return result, rectangles(model, optimizer)
+        held = rectangles(model.shards, lambda shard: shard.local)
+        for kind, shard, moment in optimizer.states():
+            values = moment[:] if isinstance(moment, BlockwiseState) else moment
+            held += [(f"{kind}/{name}", *rest) for name, *rest in rectangles([shard], lambda _, values=values: values)]
+        return result, held
 
 
-def rectangles(model: ParallelModel, optimizer: Optimizer) -> list:
-    """(name, global shape, offset, values) of all that this rank holds."""
-    held = [("", shard, shard.local) for shard in model.shards]
-    for kind, shard, moment in optimizer.states():
-        held.append((kind + "/", shard, moment[:] if isinstance(moment, BlockwiseState) else moment))
-    return [
-        (prefix + rectangle.name, rectangle.global_shape, rectangle.offset, tensor[rectangle.local_slices].clone())
-        for prefix, shard, tensor in held
-        for rectangle in shard.rectangles
-    ]
-
-
-def assembled(ranks: list[list]) -> Tensors:
-    """Assemble whole tensors from all ranks; no value may be missing, and copies must be bit-identical."""
-    tensors: Tensors = {}
-    for name, shape, offset, values in (rectangle for rank in ranks for rectangle in rank):
-        whole = tensors.setdefault(name, torch.full(shape, torch.nan))
-        where = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
-        known = ~whole[where].isnan()
-        assert torch.equal(whole[where][known], values[known]), f"copies of {name} at {offset} differ"
-        whole[where] = values
-    assert not any(tensor.isnan().any() for tensor in tensors.values())
-    return tensors
+@contextmanager
+def resumed(
+    rank: int, plan: Plan, tamper: Tamper | None = None
+) -> Iterator[tuple[ParallelModel, Checkpointer, BatchSchedule]]:
+    """Build a rank's model, optimizer and data, and load a checkpoint; inside, the rank has its process groups."""
+    with rank_groups(plan, rank):
+        model = rank_model(plan, rank)
+        optimizer = build_optimizer(plan, model)
+        checkpointer = Checkpointer(plan, plan.topology(rank), model, optimizer, rank_data(plan))
+        if tamper is not None:
+            tamper(checkpointer)
+        yield model, checkpointer, checkpointer.resume().batches
 
 
 def assert_same(ours: Tensors, theirs: Tensors) -> None:
@@ -188,7 +172,6 @@ class Job(Launcher):
 
     @property
     def output(self) -> str:
-        """stdout and stderr of the job."""
         return self.out.read_text(errors="replace") if self.out.exists() else ""
 
 

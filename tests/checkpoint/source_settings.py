@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.checkpoint.runner import assert_same, run
+from tests.ranks import run_ranks
 
 LR, BETAS, EPS, DECAY, BATCH, LENGTH, VOCAB = 0.003, (0.9, 0.95), 1e-6, 0.1, 8, 16, 64
 SETTINGS = (f"optim.lr={LR}", f"optim.min_lr={LR}", "optim.warmup_steps=0", f"optim.eps={EPS}", "optim.clip=null")
@@ -47,3 +51,13 @@ def logits_of_weights(rank: int, tensors: dict[str, torch.Tensor]) -> torch.Tens
     model.load_state_dict({name: values for name, values in tensors.items() if "/" not in name})
     with torch.no_grad():
         return model(TOKENS).logits
+
+
+def check_weights_in_each_layout(source: Path, logits: torch.Tensor, folder: Path, *settings: str) -> None:
+    """Start runs from the source's folder: transformers has its logits with their weights, which are bit-identical."""
+    start = (f"init_from={source}", "trainer.steps=0", *settings)
+    loaded = {name: run(world, folder / name, *layout, *start) for name, (world, layout) in LAYOUTS.items()}
+    (ours,) = run_ranks(logits_of_weights, 1, loaded["one"].tensors)
+    torch.testing.assert_close(ours, logits, rtol=0, atol=1e-5)
+    for result in loaded.values():
+        assert_same(result.tensors, loaded["one"].tensors)

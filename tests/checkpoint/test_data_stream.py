@@ -9,21 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import State, read_manifest
 from megatron_llama.config import load_config, to_yaml
-from megatron_llama.data.batches import Batches, build_data
+from megatron_llama.data.batches import Batches
 from megatron_llama.data.mock import MockDataset
 from megatron_llama.data.sample_stream import EndlessDataset
-from megatron_llama.devices import get_device
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, resolve
-from tests.checkpoint.runner import CPU, SMALL, Job, assert_same, make_plan, run
+from tests.checkpoint.runner import SMALL, Job, assert_same, make_plan, resumed, run
 from tests.data.files import numbered, write_indexed
 from tests.messages import raises_with_message
+from tests.oracle import rank_groups, rank_model
 from tests.paths import CONF
 from tests.ranks import RankFailed, run_ranks
 
@@ -77,9 +75,8 @@ def test_losses_of_an_interrupted_run_across_epochs(tmp_path: Path) -> None:
 
 def _by_hand(rank: int, plan: Plan, sizes: list[int]) -> tuple[list[float], list[int]]:
     """Train steps of the given sizes in micro batches of one; return losses and consumed samples."""
-    device, topology = get_device("cpu"), plan.topology(rank)
-    with process_groups(plan, topology, device, CPU):
-        model = build_model(plan, topology, device, CPU)
+    with rank_groups(plan, rank):
+        model = rank_model(plan, rank)
         optimizer = build_optimizer(plan, model)
         samples = MockDataset(10**6, 16, 64, plan.config.trainer.seed)
         results, consumed = [], [0]
@@ -153,12 +150,9 @@ def reads_of(folder: Path, *overrides: str, until: int) -> Reads:
 
 
 def _read(rank: int, plan: Plan, until: int) -> Reads:
-    device, topology = get_device("cpu"), plan.topology(rank)
-    with process_groups(plan, topology, device, CPU):
-        model, data = build_model(plan, topology, device, CPU), build_data(plan, topology, CPU)
+    with resumed(rank, plan) as (_, checkpointer, schedule):
+        data = checkpointer.data
         assert isinstance(data.train, Batches)
-        checkpointer = Checkpointer(plan, topology, model, build_optimizer(plan, model), data)
-        schedule = checkpointer.resume().batches
         known: dict[tuple[int, ...], tuple[str, int]] = {}
         for path in data.train.samples.datasets:  # type: ignore[attr-defined]
             one = EndlessDataset(plan, path, 0)
@@ -177,13 +171,11 @@ def _read(rank: int, plan: Plan, until: int) -> Reads:
 
 
 def of(name: str, reads: Reads) -> list[int]:
-    """The samples of one dataset."""
     return [number for dataset, number in reads if dataset == name]
 
 
 @pytest.fixture
 def datasets(tmp_path: Path) -> Path:
-    """The datasets a, b and c in a folder."""
     for name, first_id in (("a", 1), ("b", 6000), ("c", 12000)):
         write_indexed(tmp_path / name, numbered(150, first_id))
     return tmp_path

@@ -55,7 +55,6 @@ def validating(losses: Mapping[int, float] = LOSSES, *, exports: bool = False) -
 
 
 def best(run_dir: Path) -> str:
-    """The content of the pointer file ``best``."""
     return (run_dir / "checkpoints" / "best").read_text()
 
 
@@ -261,7 +260,6 @@ def test_no_file_of_the_user_is_replaced(tmp_path: Path) -> None:
 
 
 def make_card(state: dict[str, Any], **options: Any) -> str:
-    """The card of a fine-tuned model."""
     complete = State(7, 56, "adamw", 7, 1, {"data": {"seq_length": 16, **state.pop("data", {})}}, **state)
     options = {"adapter": True, "dtype": "float32", "tokenizer": False, **options}
     return model_card(complete, ModelConfig(name="hf"), FinetuneConfig(method="lora"), **options)

@@ -17,11 +17,16 @@ from megatron_llama.data.mock import MockDataset
 from megatron_llama.plan import resolve
 from megatron_llama.tools.compare.logs import first_common_loss
 from scripts import inspect_checkpoint
-from tests.checkpoint.runner import SMALL, Bomb, assert_same, make_plan, rejection, run
-from tests.checkpoint.source_settings import BATCH, LAYOUTS, LENGTH, VOCAB, logits_of_weights
+from tests.checkpoint.runner import SMALL, Bomb, make_plan, rejection, run
+from tests.checkpoint.source_settings import (
+    BATCH,
+    LAYOUTS,
+    LENGTH,
+    VOCAB,
+    check_weights_in_each_layout,
+)
 from tests.checkpoint.torch_sources import SETTINGS, Trained, train_source
 from tests.paths import CONF
-from tests.ranks import run_ranks
 
 pytest.importorskip("transformers", reason="transformers is a dev dependency: the model of these sources")
 pytest.importorskip("accelerate", reason="accelerate is a dev dependency: a writer of these sources")
@@ -51,12 +56,7 @@ def test_a_run_continues(trained: tuple[Path, Trained], layouts: tuple[str, ...]
 @pytest.mark.slow
 def test_initial_weights(trained: tuple[Path, Trained], tmp_path: Path) -> None:
     folder, source = trained
-    start = (f"init_from={folder}", "trainer.steps=0", *SETTINGS)
-    loaded = {name: run(world, tmp_path / name, *layout, *start) for name, (world, layout) in LAYOUTS.items()}
-    (logits,) = run_ranks(logits_of_weights, 1, loaded["one"].tensors)
-    torch.testing.assert_close(logits, source.logits, rtol=0, atol=1e-5)
-    for result in loaded.values():
-        assert_same(result.tensors, loaded["one"].tensors)
+    check_weights_in_each_layout(folder, source.logits, tmp_path, *SETTINGS)
 
 
 @pytest.fixture

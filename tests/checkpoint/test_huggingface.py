@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,19 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.export import export, write_companions
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.foreign.write import export_foreign
 from megatron_llama.checkpoint.hf_folder import list_tensors, open_hf_folder
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError, load_config
-from megatron_llama.data.batches import build_data
-from megatron_llama.devices import get_device
-from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan, resolve
-from tests.checkpoint.runner import CONF, CPU, run
+from tests.checkpoint.runner import CONF, resumed, run
 from tests.messages import raises_with_message, unwrap
 from tests.ranks import run_ranks
 from tests.tools.inference.models import train_sentencepiece, write_tokenizer
@@ -155,19 +148,9 @@ def our_logits(plan: Plan) -> torch.Tensor:
     return torch.cat(parts[: plan.config.trainer.tp], dim=-1)[..., : plan.model.vocab_size].transpose(0, 1)
 
 
-@contextmanager
-def resumed(rank: int, plan: Plan, step: int = 0) -> Iterator[tuple[ParallelModel, Checkpointer]]:
-    """Build a rank's model, and load it; the run is at ``step``."""
-    device, topology = get_device("cpu"), plan.topology(rank)
-    with process_groups(plan, topology, device, CPU):
-        model, data = build_model(plan, topology, device, CPU), build_data(plan, topology, CPU)
-        checkpointer = Checkpointer(plan, topology, model, build_optimizer(plan, model), data)
-        assert checkpointer.resume().start.step == step
-        yield model, checkpointer
-
-
 def _import(rank: int, plan: Plan) -> torch.Tensor | None:
-    with resumed(rank, plan) as (model, checkpointer):
+    with resumed(rank, plan) as (model, checkpointer, batches):
+        assert batches.start.step == 0
         checkpointer.finish(0)
         logits = model.logits(TOKENS % plan.model.vocab_size)
         return None if logits is None else logits.detach()
@@ -206,7 +189,8 @@ def _load_with_transformers(rank: int, folder: Path) -> torch.Tensor:
 
 
 def _trained_logits(rank: int, plan: Plan) -> torch.Tensor | None:
-    with resumed(rank, plan, step=3) as (model, _):
+    with resumed(rank, plan) as (model, _, batches):
+        assert batches.start.step == 3
         return model.logits(TOKENS % plan.model.vocab_size)
 
 
@@ -245,7 +229,7 @@ def test_each_rank_reads_only_its_own_slices(tmp_path: Path) -> None:
 
 
 def _bytes_read(rank: int, plan: Plan) -> tuple[int, int]:
-    with resumed(rank, plan) as (model, checkpointer):
+    with resumed(rank, plan) as (model, checkpointer, _):
         assert ".safetensors" not in Path("/proc/self/maps").read_text(), "mapped pages count as this rank's memory"
         rectangles = [(shard, rectangle) for shard in model.shards for rectangle in shard.rectangles]
         held = sum(shard.local[rectangle.local_slices].numel() for shard, rectangle in rectangles)

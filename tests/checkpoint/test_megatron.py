@@ -18,7 +18,7 @@ from megatron_llama.config import ConfigError
 from megatron_llama.plan import Plan
 from tests.checkpoint.megatron_source import SETTINGS, Source, Trained, train_source
 from tests.checkpoint.runner import assert_same, make_plan, run
-from tests.checkpoint.source_settings import LAYOUTS, VOCAB, logits_of_weights
+from tests.checkpoint.source_settings import LAYOUTS, VOCAB, check_weights_in_each_layout, logits_of_weights
 from tests.data.files import write_indexed
 from tests.messages import raises_with_message, unwrap
 from tests.ranks import RankFailed, run_ranks
@@ -30,7 +30,6 @@ SOURCES = {"tp1": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2 pp2": (2, 2)}
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset of random documents."""
     generator = torch.Generator().manual_seed(3)
     sizes = torch.randint(5, 60, (200,), generator=generator).tolist()
     folder = tmp_path_factory.mktemp("data")
@@ -84,12 +83,7 @@ def test_a_run_continues_in_megatrons_order(trained: tuple[Path, Trained], datas
 @pytest.mark.slow
 def test_logits_in_four_layouts(trained: tuple[Path, Trained], tmp_path: Path) -> None:
     folder, source = trained
-    start = (f"init_from={folder}", "trainer.steps=0")
-    loaded = {name: run(world, tmp_path / name, *layout, *start) for name, (world, layout) in LAYOUTS.items()}
-    (logits,) = run_ranks(logits_of_weights, 1, loaded["one"].tensors)
-    torch.testing.assert_close(logits, source.logits, rtol=0, atol=1e-5)
-    for result in loaded.values():
-        assert_same(result.tensors, loaded["one"].tensors)
+    check_weights_in_each_layout(folder, source.logits, tmp_path)
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(2, 2), pytest.param(1, 1, marks=pytest.mark.slow)], ids=["tp2 dp2", "tp1"])

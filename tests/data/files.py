@@ -78,8 +78,6 @@ def train_tokenizer(path: Path, size: int = 300) -> Path:
 
 
 class Ids:
-    """A tokenizer of ids."""
-
     vocab_size, eod, pad = 20000, -1, -2
     unique_identifiers: dict[str, Any] = {"class": "ids"}
     special_tokens_dict: dict[str, int] = {}

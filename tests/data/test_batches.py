@@ -8,7 +8,6 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,16 +20,16 @@ from megatron_llama.data.batches import Batches, build_data
 from megatron_llama.data.mock import MockDataset
 from megatron_llama.data.prefetch import AHEAD, Prefetcher
 from megatron_llama.data.sample_stream import build_streams, resume_streams
-from megatron_llama.devices import get_device
 from megatron_llama.launch.watchdog import ThisProcess
 from megatron_llama.model.inputs import MicroBatch
-from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan, resolve
 from tests.config.helpers import make
 from tests.data.files import data_plan, megatron_record, write_indexed
-from tests.model.llamas import CPU
-from tests.oracle import SMALL
+from tests.oracle import CPU, SMALL, on_ranks
+from tests.oracle import batches_of as batches_on_rank
 from tests.paths import CONF
+from tests.processes import wait_until
 from tests.ranks import run_ranks
 
 GLOBAL_BATCH = 24
@@ -154,13 +153,6 @@ def numbers(microbatches: object) -> list[list[int]]:
     """The samples of each micro batch."""
     assert isinstance(microbatches, list) and all(isinstance(batch, MicroBatch) for batch in microbatches)
     return [batch.tokens[:, 0].tolist() for batch in microbatches]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert condition()
 
 
 # A run from its start, one that resumes, one that requests other positions than the next, the same one twice, and
@@ -374,7 +366,7 @@ def test_loss_and_gradients_are_those_of_each_document_alone(ranks: int, layout:
     plan = resolve(load_config([*settings, "data.mock=true", *layout], CONF), ranks)
     plan.config.data.mock = False  # a rule allows LoRA on random weights for mock data only
     exact = "trainer.precision=bf16" not in layout
-    for (loss, gradients), (other_loss, others) in run_ranks(_together_and_alone, ranks, plan):
+    for (loss, gradients), (other_loss, others) in on_ranks(_together_and_alone, plan):
         assert loss == pytest.approx(other_loss, rel=1e-6 if exact else 1e-3)
         assert gradients.keys() == others.keys() and gradients
         for name, gradient in gradients.items():
@@ -382,21 +374,17 @@ def test_loss_and_gradients_are_those_of_each_document_alone(ranks: int, layout:
             assert (gradient - others[name]).norm() <= bound * others[name].norm() + 1e-7, name
 
 
-def _together_and_alone(rank: int, plan: Plan) -> tuple[Gradients, Gradients]:
-    topology = plan.topology(rank)
-    with process_groups(plan, topology, get_device("cpu"), CPU):
-        stream, _ = build_streams(plan)
-        whole = [dict(stream[number]) for number in range(plan.config.trainer.global_batch_size)]
-        spans = TokenSpans(whole)
-        assert len(spans) > 2 * len(whole)
-        model = build_model(plan, topology, get_device("cpu"), CPU)
-        together = Batches(stream, plan, topology, CPU).at(0)
-        alone = Batches(spans, plan, topology, CPU)
-        size = plan.config.trainer.global_batch_size
-        apart = [batch for first in range(0, len(spans), size) for batch in alone.at(first)]
-        collected = []
-        for microbatches in (together, apart):
-            model.zero_grad()
-            loss = model.forward_backward(microbatches).item()
-            collected.append((loss, {s.name: s.grad.clone() for s in model.shards if s.grad is not None}))
-        return collected[0], collected[1]
+def _together_and_alone(plan: Plan, model: ParallelModel) -> tuple[Gradients, Gradients]:
+    stream, _ = build_streams(plan)
+    size = plan.config.trainer.global_batch_size
+    whole = [dict(stream[number]) for number in range(size)]
+    spans = TokenSpans(whole)
+    assert len(spans) > 2 * len(whole)
+    alone = batches_on_rank(spans, plan)
+    apart = [batch for first in range(0, len(spans), size) for batch in alone.at(first)]
+    collected = []
+    for microbatches in (batches_on_rank(stream, plan).at(0), apart):
+        model.zero_grad()
+        loss = model.forward_backward(microbatches).item()
+        collected.append((loss, {s.name: s.grad.clone() for s in model.shards if s.grad is not None}))
+    return collected[0], collected[1]

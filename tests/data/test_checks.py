@@ -40,7 +40,6 @@ def config_of(*prefixes: str, tokenizer: Path | None = None, vocabulary: int = V
 
 
 def only(problems: list[Problem]) -> str:
-    """Return the message of the only problem."""
     (merged,) = merge_problems(problems)
     return merged
 

@@ -25,7 +25,7 @@ from megatron_llama.data.sample_stream import EndlessDataset, SampleStream
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import RunPosition, SequenceCut
 from tests.data.files import data_plan, numbered, text, write_indexed
-from tests.model.llamas import CPU
+from tests.oracle import CPU
 from tests.ranks import run_ranks
 
 LENGTH, GLOBAL_BATCH = 32, 8  # data_plan's

@@ -20,7 +20,7 @@ from megatron_llama.data.record import Record, differences, make_record
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import RunPosition
 from tests.data.files import data_plan, megatron_record, numbered, run_texts, text, write_indexed
-from tests.model.llamas import CPU
+from tests.oracle import CPU
 from tests.ranks import run_ranks
 
 GLOBAL_BATCH = 8  # data_plan's

@@ -8,14 +8,13 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from megatron_llama.devices import attention, get_device
+from megatron_llama.devices import attention
 from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.devices.kernels import Kernels
-from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from tests.compiled import needs_compiler
-from tests.model.llamas import CPU
-from tests.oracle import batches_of, make_plan, on_ranks
+from tests.oracle import batches_of, make_plan, on_ranks, rank_groups, rank_model
 from tests.ranks import run_ranks
 
 LENGTH = 16
@@ -195,9 +194,7 @@ def _asked(rank: int, plan: Plan, with_documents: bool) -> list[tuple[str, int]]
 
     note(attention.F, "scaled_dot_product_attention", "F.scaled_dot_product_attention")
     note(attention, "_call", "_call")
-    topology = plan.topology(rank)
-    with process_groups(plan, topology, get_device("cpu"), CPU):
-        model = build_model(plan, topology, get_device("cpu"), CPU)
+    with rank_groups(plan, rank):
         tokens, documents = packed()
-        model.logits(tokens, documents if with_documents else None)
+        rank_model(plan, rank).logits(tokens, documents if with_documents else None)
     return requested

@@ -28,7 +28,7 @@ from megatron_llama.devices.neuron.pair_transfers import PairTransfers, point_to
 from megatron_llama.launch.rank import _PEER_LOST
 from megatron_llama.topology import Grid, Topology
 from tests.devices.helpers import FAKES
-from tests.oracle import TOLERANCE, oracle, run_layout, worst
+from tests.oracle import CPU, TOLERANCE, oracle, run_layout, worst
 from tests.ranks import RankFailed, run_ranks
 from tests.rows import rows
 
@@ -42,7 +42,6 @@ def values(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def total(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Their sum."""
     return torch.stack(tensors).double().sum(0).to(tensors[0].dtype)
 
 
@@ -246,7 +245,6 @@ def test_two_ranks(work: Callable[[int], None]) -> None:
     run_ranks(work, 2, timeout=60)
 
 
-CPU = torch.device("cpu")
 SIX, EIGHT = "model.num_hidden_layers=6", "model.num_hidden_layers=8"
 LAYOUTS = [
     ("pp2", 2, ["trainer.pp=2"], []),

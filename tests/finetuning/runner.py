@@ -11,15 +11,23 @@ import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.config import load_config
-from megatron_llama.data.batches import Batches, Data, build_data
-from megatron_llama.devices import get_device
+from megatron_llama.data.batches import Data
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.train.reference import add_reference
-from tests.checkpoint.runner import assembled
-from tests.model.llamas import CPU, hf_config, whole_batch
-from tests.oracle import SHAPE, RaggedSamples, Tensors, distance
+from tests.model.llamas import hf_config, whole_batch
+from tests.oracle import (
+    SHAPE,
+    Tensors,
+    assemble,
+    distance,
+    rank_batches,
+    rank_data,
+    rank_groups,
+    rank_model,
+    rectangles,
+)
 from tests.paths import CONF
 from tests.ranks import run_ranks
 
@@ -44,8 +52,6 @@ Tamper = Callable[[ParallelModel], None]
 
 @dataclass
 class Tuned:
-    """Results of fine-tuning."""
-
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     metrics: list[list[float]] = field(default_factory=list)
@@ -73,22 +79,18 @@ def tune(world: int, folder: Path, *overrides: str, steps: int = STEPS, tamper: 
     for tuned, *_ in answers:
         assert (tuned.losses, tuned.norms) == (first.losses, first.norms), "ranks disagree about loss or gradient norm"
     for index, name in enumerate(("first_grads", "trained", "frozen"), start=1):
-        setattr(first, name, assembled([answer[index] for answer in answers]))
+        setattr(first, name, assemble([answer[index] for answer in answers])[0])
     return first
 
 
 def _tune(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tuple:
-    device, topology = get_device("cpu"), plan.topology(rank)
-    with process_groups(plan, topology, device, CPU):
-        model = build_model(plan, topology, device, CPU)
+    with rank_groups(plan, rank):
+        model = rank_model(plan, rank)
         optimizer = build_optimizer(plan, model)
         if tamper is not None:
             tamper(model)
-        data = build_data(plan, topology, CPU) if plan.config.finetune.metrics else None
-        if data is None:
-            samples = RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size)
-            data = Data(Batches(samples, plan, topology, CPU), {})
-        checkpointer = Checkpointer(plan, topology, model, optimizer, data)
+        data = rank_data(plan) if plan.config.finetune.metrics else Data(rank_batches(plan), {})
+        checkpointer = Checkpointer(plan, plan.topology(rank), model, optimizer, data)
         tuned = Tuned()
         grads: list[tuple] = []
         plan = checkpointer.resume()
@@ -101,22 +103,12 @@ def _tune(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tuple:
             norm = optimizer.gradient_norm()
             tuned.norms.append(norm.item())
             assert not any(shard.grad is not None for shard in model.shards if not shard.is_trained)
-            grads = grads or _held(model, trained=True, gradients=True)
+            grads = grads or rectangles(model.trained, lambda shard: shard.grad)
             optimizer.step(norm)
         checkpointer.finish(max(first, steps))
         tuned.dtypes = tuple({s.local.dtype for s in model.shards if s.is_trained is t} for t in (True, False))  # type: ignore[assignment]
-        return tuned, grads, _held(model, trained=True), _held(model, trained=False)
-
-
-def _held(model: ParallelModel, *, trained: bool, gradients: bool = False) -> list[tuple]:
-    """Return (name, global shape, offset, values) of this rank's shards."""
-    shards = []
-    for shard in (shard for shard in model.shards if shard.is_trained is trained):
-        tensor = shard.grad if gradients else shard.values
-        assert tensor is not None, f"{shard.name} has no gradient"
-        for part in shard.rectangles:
-            shards.append((part.name, part.global_shape, part.offset, tensor[part.local_slices].clone()))
-    return shards
+        frozen = [shard for shard in model.shards if not shard.is_trained]
+        return tuned, grads, *(rectangles(part, lambda shard: shard.values) for part in (model.trained, frozen))
 
 
 def save_base(plan: Plan, folder: Path) -> None:
@@ -170,7 +162,16 @@ def save_adapter(plan: Plan, base: Path, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def train_theirs(model: Any, plan: Plan, steps: int = STEPS) -> Tuned:
+def loss_of_batch(model: Any, plan: Plan, step: int) -> torch.Tensor:
+    """transformers' loss of a step's global batch."""
+    tokens, labels, mask = whole_batch(plan, step)
+    marked = torch.where(mask > 0, labels, -100)
+    return model(input_ids=tokens, labels=marked, shift_labels=marked, num_items_in_batch=mask.sum()).loss
+
+
+def train_theirs(
+    model: Any, plan: Plan, steps: int, loss_of: Callable[[Any, Plan, int], torch.Tensor] = loss_of_batch
+) -> Tuned:
     """torch.optim.AdamW in a plain loop over the same batches. To be called in a forked rank."""
     optim = plan.config.optim
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -183,9 +184,7 @@ def train_theirs(model: Any, plan: Plan, steps: int = STEPS) -> Tuned:
     tuned = Tuned()
     assert optim.clip is not None
     for step in range(steps):
-        tokens, labels, mask = whole_batch(plan, step)
-        marked = torch.where(mask > 0, labels, -100)
-        loss = model(input_ids=tokens, labels=marked, shift_labels=marked, num_items_in_batch=mask.sum()).loss
+        loss = loss_of(model, plan, step)
         loss.backward()
         tuned.losses.append(loss.item())
         tuned.norms.append(torch.nn.utils.clip_grad_norm_(named.values(), optim.clip).item())

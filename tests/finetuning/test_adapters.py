@@ -11,19 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.config import ConfigError
 from megatron_llama.config.hf_config import ADAPTER_WEIGHTS
-from megatron_llama.data.batches import build_data
-from megatron_llama.devices import get_device
-from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan
 from scripts import export_hf
+from tests.checkpoint.runner import resumed
 from tests.finetuning import runner
-from tests.finetuning.runner import CPU, World, make_plan, tune
+from tests.finetuning.runner import World, make_plan, tune
 from tests.messages import raises_with_message
 from tests.model.llamas import whole_batch
 from tests.oracle import distance
@@ -41,10 +37,7 @@ def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _our_logits(rank: int, plan: Plan) -> torch.Tensor:
-    device, topology = get_device("cpu"), plan.topology(rank)
-    with process_groups(plan, topology, device, CPU):
-        model = build_model(plan, topology, device, CPU)
-        Checkpointer(plan, topology, model, build_optimizer(plan, model), build_data(plan, topology, CPU)).resume()
+    with resumed(rank, plan) as (model, *_):
         logits = model.logits(whole_batch(plan, 0)[0])
         assert logits is not None
         return logits.transpose(0, 1)

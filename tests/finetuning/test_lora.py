@@ -14,12 +14,11 @@ from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.arch.names import TensorParallel, is_lora, lora_shapes, rectangles
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
-from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan, stage_memory
 from megatron_llama.plan.plan import PLAIN
-from tests.finetuning.runner import CPU, LORA, RANK, World, make_plan, their_base, their_lora, tune
+from tests.finetuning.runner import LORA, RANK, World, make_plan, their_base, their_lora, tune
 from tests.messages import raises_with_message
 from tests.oracle import on_ranks, rank_data
 from tests.ranks import RankFailed, run_ranks
@@ -125,7 +124,7 @@ def test_bf16_keeps_master_weights_of_trained_weights_only(world: World, tmp_pat
 def test_planned_memory_equals_the_run(tmp_path: Path) -> None:
     for ranks, layout in ((1, []), (4, ["trainer.tp=4"]), (4, ["trainer.tp=2", "trainer.pp=2"]), (2, ZERO_3)):
         plan = make_plan(ranks, tmp_path, *RANK, *layout, "finetune.modules_to_save=[embed_tokens,input_layernorm]")
-        for trained, frozen, moments, stage in run_ranks(_sizes, ranks, plan):
+        for trained, frozen, moments, stage in on_ranks(_sizes, plan):
             memory = stage_memory(plan)[stage]
             assert memory.optimizer == moments
             assert memory.gradients == 4 * trained
@@ -156,14 +155,11 @@ def _flops(rank: int, plan: Plan, base: Path) -> tuple[int, int]:
     return next((counted - more for more in (rotary // 2, rotary) if counted - more == ours), counted), ours
 
 
-def _sizes(rank: int, plan: Plan) -> tuple[int, int, int, int]:
+def _sizes(plan: Plan, model: ParallelModel) -> tuple[int, int, int, int]:
     """Return (trained elements, frozen elements, bytes of moments, pipeline stage) of a rank."""
-    device, topology = get_device("cpu"), plan.topology(rank)
-    with process_groups(plan, topology, device, CPU):
-        model = build_model(plan, topology, device, CPU)
-        moments = sum(moment.nbytes for _, _, moment in build_optimizer(plan, model).states())
-        sizes = [sum(s.local.numel() for s in model.shards if s.is_trained is trained) for trained in (True, False)]
-        return sizes[0], sizes[1], moments, topology.place["pp"]
+    moments = sum(moment.nbytes for _, _, moment in build_optimizer(plan, model).states())
+    sizes = [sum(s.local.numel() for s in model.shards if s.is_trained is trained) for trained in (True, False)]
+    return sizes[0], sizes[1], moments, plan.topology(torch.distributed.get_rank()).place["pp"]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

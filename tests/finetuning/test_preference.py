@@ -17,7 +17,7 @@ from megatron_llama.data.checks import check_data
 from megatron_llama.data.finetuning_set import build_sft
 from megatron_llama.plan import Plan
 from tests.data.files import write_indexed
-from tests.finetuning.runner import LORA, MICRO_1, TOLERANCE, Tuned, World, make_plan, their_base, tune
+from tests.finetuning.runner import LORA, MICRO_1, TOLERANCE, Tuned, World, make_plan, their_base, train_theirs, tune
 from tests.oracle import distance
 from tests.ranks import RankFailed, run_ranks
 from tests.rows import rows
@@ -54,25 +54,19 @@ def settings(folder: Path, world: World, *more: str) -> list[str]:
 
 
 def theirs(rank: int, plan: Plan, base: Path) -> Tuned:
-    """Full or LoRA training by transformers, peft and torch.optim. Each answer has a separate forward pass."""
+    """Full training by transformers and torch.optim. Each answer has a separate forward pass."""
     model: Any = their_base(base)
     reference = deepcopy(model).requires_grad_(False)
     pairs, (train, _) = some_pairs(23, plan.model.vocab_size), build_sft(plan)
-    optim, finetune, size = plan.config.optim, plan.config.finetune, plan.config.trainer.global_batch_size
-    named = dict(model.named_parameters())
-    groups = [
-        {"params": [p for name, p in named.items() if "norm" not in name], "weight_decay": optim.weight_decay},
-        {"params": [p for name, p in named.items() if "norm" in name], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)  # type: ignore[arg-type]
-    tuned = Tuned()
+    finetune, size = plan.config.finetune, plan.config.trainer.global_batch_size
+    metrics_of_steps = []
 
     def logp(llama: Any, side: tuple[list[int], list[int]]) -> torch.Tensor:
         ids, mask = torch.tensor(side[0]), torch.tensor(side[1])
         logps = llama(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
         return (logps.gather(1, ids[1:, None])[:, 0] * mask[1:]).sum()
 
-    for step in range(STEPS):
+    def loss_of(model: Any, plan: Plan, step: int) -> torch.Tensor:
         values = []
         for index in range(step * size, (step + 1) * size):
             for number in train.order.examples(index):
@@ -88,19 +82,15 @@ def theirs(rank: int, plan: Plan, base: Path) -> Tuned:
                 }[finetune.loss_type]
                 values.append(torch.stack((loss, *rewards, (margin > 0).float(), margin, *policy)))
         loss, *metrics = torch.stack(values).mean(dim=0)
-        loss.backward()
-        tuned.losses.append(loss.item())
-        tuned.metrics.append([value.item() for value in metrics])
-        assert optim.clip is not None
-        tuned.norms.append(torch.nn.utils.clip_grad_norm_(named.values(), optim.clip).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    tuned.trained = {name: parameter.detach().clone() for name, parameter in named.items()}
+        metrics_of_steps.append([value.item() for value in metrics])
+        return loss
+
+    tuned = train_theirs(model, plan, STEPS, loss_of)
+    tuned.metrics = metrics_of_steps
     return tuned
 
 
 def assert_near(ours: Tuned, other: Tuned) -> None:
-    """Check losses, metrics, gradient norms and weights."""
     for name in ("losses", "norms", "metrics"):
         torch.testing.assert_close(
             torch.tensor(getattr(ours, name)), torch.tensor(getattr(other, name)), rtol=TOLERANCE, atol=TOLERANCE

@@ -10,16 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_llama.data.batches import build_data
-from megatron_llama.devices import get_device
 from megatron_llama.model import quantized as quantized_module
 from megatron_llama.model.quantized import dequantize, quantize
 from megatron_llama.optim.norm import parameter_norm
-from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.parallel.compare_copies import Copies
 from megatron_llama.plan import Plan, stage_memory
 from tests.finetuning import runner
-from tests.finetuning.runner import CPU, LORA, Tuned, assert_near, make_plan, tune
+from tests.finetuning.runner import LORA, Tuned, assert_near, make_plan, tune
+from tests.oracle import CPU, rank_data, rank_groups, rank_model
 from tests.ranks import run_ranks
 from tests.rows import rows
 
@@ -189,11 +187,10 @@ def test_memory_is_that_of_the_plan(kind: str, zero: int, quantized: Quantized, 
 def _memory(rank: int, plan: Plan) -> tuple[int, int, int, int, set[torch.dtype]]:
     """Return bytes of this rank's weights, bytes of gathered weights, elements and bytes of its matrices, and the
     dtypes of matrix-sized tensors that a micro batch saves for its backward pass."""
-    device, topology = get_device("cpu"), plan.topology(rank)
-    with process_groups(plan, topology, device, CPU):
-        model = build_model(plan, topology, device, CPU)
+    with rank_groups(plan, rank):
+        model = rank_model(plan, rank)
         weights = [("", shard, shard.local) for shard in model.shards]
-        Copies(topology, CPU).compare(weights, "step 0", with_states=False)
+        Copies(plan.topology(rank), CPU).compare(weights, "step 0", with_states=False)
         whole = torch.cat([s.values.flatten() for s in model.shards if s.is_primary_replica])
         norm = parameter_norm(model.shards, CPU)
         assert norm.isfinite() and norm > whole.norm() / 2
@@ -206,7 +203,7 @@ def _memory(rank: int, plan: Plan) -> tuple[int, int, int, int, set[torch.dtype]
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            model.forward_backward(build_data(plan, topology, CPU).train.at(0))
+            model.forward_backward(rank_data(plan).train.at(0))
         held = sum(s.local.nbytes for s in model.shards)
         matrices, bytes_of_them = sum(s.values.numel() for s in packed), sum(s.local.nbytes for s in packed)
         for module in model.chunks[0].modules():

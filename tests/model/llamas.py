@@ -17,9 +17,6 @@ from megatron_llama.parallel import Shard
 from megatron_llama.plan import Plan
 from tests.compiled import SECONDS, prepare_rank
 from tests.oracle import (
-    CPU as CPU,
-)
-from tests.oracle import (
     RaggedSamples,
     Tamper,
     Tensors,
@@ -156,5 +153,5 @@ def _answer(rank: int, plan: Plan, tamper: Tamper | None) -> tuple:
         logits = gather_from_tensor_model_parallel_region(logits).transpose(0, 1)
     accuracy = model.evaluate(batches)[1].item()
     loss = model.forward_backward(batches).item()
-    grads, weights = (rectangles(model, of) for of in (lambda shard: shard.grad, lambda shard: shard.local))
+    grads, weights = (rectangles(model.shards, of) for of in (lambda shard: shard.grad, lambda shard: shard.local))
     return logits, loss, accuracy, grads, weights, fused_products() - before

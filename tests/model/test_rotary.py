@@ -11,7 +11,8 @@ import torch
 
 from megatron_llama.config import ModelConfig, RopeScaling, load_config
 from megatron_llama.model.rotary import attention_factor, inverse_frequencies, rotary_table, rotate
-from tests.model.llamas import CPU, hf_config
+from tests.model.llamas import hf_config
+from tests.oracle import CPU
 from tests.paths import CONF
 
 transformers = pytest.importorskip("transformers", reason="transformers, the oracle, is a development dependency")

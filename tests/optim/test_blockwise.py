@@ -25,10 +25,9 @@ from megatron_llama.plan import Plan
 from megatron_llama.plan.memory import rank_memory
 from tests.checkpoint.runner import assert_same, run
 from tests.compiled import needs_compiler, prepare_rank
-from tests.oracle import make_plan, rank_groups, rank_model
+from tests.oracle import CPU, make_plan, rank_groups, rank_model
 from tests.ranks import run_ranks
 
-CPU = torch.device("cpu")
 EAGER, COMPILED = (get_device("cpu").kernels(compiled) for compiled in (False, True))
 LEVELS = {signed: levels_on(CPU, signed=signed) for signed in (True, False)}
 # Two blocks of a row on each of two tensor-parallel ranks; k_proj and v_proj alone would be too small for 8 bits.

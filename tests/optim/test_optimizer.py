@@ -135,13 +135,13 @@ def _train(rank: int, plans: list[Plan]) -> list[Training]:
         for plan in plans:
             model = rank_model(plan, rank)
             optimizer, batches = build_optimizer(plan, model), rank_batches(plan)
-            training = Training(weights=[rectangles(model, lambda shard: shard.local)])
+            training = Training(weights=[rectangles(model.shards, lambda shard: shard.local)])
             for step in range(STEPS):
                 model.forward_backward(batches.at(step * plan.config.trainer.global_batch_size))
                 norm = optimizer.gradient_norm()
                 optimizer.step(norm)
                 training.norms.append(norm.item())
-                training.weights.append(rectangles(model, lambda shard: shard.local))
+                training.weights.append(rectangles(model.shards, lambda shard: shard.local))
             training.parameter_norm = parameter_norm(model.shards, CPU).item()
             actual.append(training)
     return actual

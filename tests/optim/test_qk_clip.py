@@ -125,14 +125,14 @@ def run_steps(rank: int, plans: list[Plan], steps: Steps) -> list[tuple[list[lis
         for plan in plans:
             model = rank_model(plan, rank)
             optimizer, metrics = build_optimizer(plan, model), []
-            weights = [rectangles(model, lambda shard: shard.local)]
+            weights = [rectangles(model.shards, lambda shard: shard.local)]
             for table, skip in steps:
                 _set_logits(plan, model, table)
                 for shard in model.trained:
                     shard.parameter.grad = torch.zeros_like(shard.parameter)
                 optimizer.update(torch.tensor(1.0), torch.tensor(skip))
                 optimizer.advance(updated=not skip)
-                weights.append(rectangles(model, lambda shard: shard.local))
+                weights.append(rectangles(model.shards, lambda shard: shard.local))
                 metrics.append(optimizer.metrics())
             answers.append((weights, metrics))
     return answers

@@ -14,21 +14,19 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_llama.devices import get_device
 from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.devices.cpu.device import Cpu
 from megatron_llama.devices.cuda.kernels import CudaKernels
 from megatron_llama.model import quantized
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.compare_copies import Copies
 from megatron_llama.parallel.parallelize import init_weights
 from megatron_llama.plan import Plan
 from megatron_llama.train import sample_text
 from megatron_llama.train.loop import read_scalars
 from megatron_llama.train.run_rank import run_rank
-from tests.model.llamas import CPU
-from tests.oracle import make_plan, on_ranks
+from tests.oracle import CPU, make_plan, on_ranks, rank_groups, rank_model
 from tests.ranks import run_ranks
 
 
@@ -85,10 +83,10 @@ def test_copies_are_compared_in_one_transfer() -> None:
 
 def _transfers(rank: int, plan: Plan) -> list[tuple[int, int]]:
     """Return the gathers of objects and the reads of a first, a second and a different comparison of copies."""
-    topology, counts = plan.topology(rank), []
-    with process_groups(plan, topology, get_device("cpu"), CPU):
-        shards, gather = build_model(plan, topology, get_device("cpu"), CPU).shards, dist.all_gather_object
-        copies, gathers = Copies(topology, CPU), list[Any]()
+    counts = []
+    with rank_groups(plan, rank):
+        shards, gather = rank_model(plan, rank).shards, dist.all_gather_object
+        copies, gathers = Copies(plan.topology(rank), CPU), list[Any]()
 
         def gathered(*arguments: Any) -> None:
             gathers.append(arguments)

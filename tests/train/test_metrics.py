@@ -31,6 +31,7 @@ from megatron_llama.train.metrics_file import MetricsFile, read_metrics, read_ru
 from megatron_llama.train.peak import PEAK_FILE, find_peak
 from megatron_llama.train.sinks import tag_of
 from tests.golden import GoldenFiles
+from tests.oracle import CPU
 from tests.paths import ROOT
 from tests.ranks import run_ranks
 from tests.train.steps import PEAK, STEPS, log_steps, measured, plan_of
@@ -351,9 +352,6 @@ def test_a_terminal_gets_one_line_that_is_redrawn() -> None:
     assert "12/12" in text and "val loss" in text
     assert text.count("\n") <= 4, "the line stays where it is; only validation adds one"
     assert text.rstrip().endswith("\x1b[?25h"), "the cursor comes back"
-
-
-CPU = torch.device("cpu")
 
 
 def measuring(flops: float, **facts: str) -> Device:

@@ -24,8 +24,7 @@ from megatron_llama.train.sanity import StepGuard, check_every_gradient
 from tests.checkpoint.runner import Job
 from tests.data.files import data_plan, numbered, train_tokenizer, write_indexed
 from tests.messages import unwrap
-from tests.model.llamas import CPU
-from tests.oracle import SMALL, RaggedSamples, batches_of, make_plan, on_ranks, rank_batches, rank_data
+from tests.oracle import CPU, SMALL, RaggedSamples, batches_of, make_plan, on_ranks, rank_batches, rank_data
 from tests.paths import CONF
 
 

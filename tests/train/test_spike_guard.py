@@ -25,8 +25,9 @@ from megatron_llama.system.errors import TrainingFault
 from megatron_llama.train import stop
 from megatron_llama.train.run_rank import train_model
 from megatron_llama.train.spike_guard import SpikeGuard, SpikeLimit
-from tests.checkpoint.runner import CPU, make_plan
+from tests.checkpoint.runner import make_plan
 from tests.data.files import numbered, write_indexed
+from tests.oracle import CPU
 from tests.ranks import RankFailed, run_ranks
 
 RUN = (

@@ -19,8 +19,7 @@ from megatron_llama.train.metrics import MetricsLogger
 from megatron_llama.train.metrics_file import read_metrics
 from megatron_llama.train.run_rank import run_rank
 from tests.data.files import data_plan, write_indexed
-from tests.model.llamas import CPU
-from tests.oracle import batches_of, make_plan, on_ranks
+from tests.oracle import CPU, batches_of, make_plan, on_ranks
 from tests.ranks import run_ranks
 from tests.train.steps import PEAK, measured, plan_of
 

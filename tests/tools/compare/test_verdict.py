@@ -68,7 +68,6 @@ def events(folder: Path, steps: Iterable[int], scalars: Scalars, purge: int | No
 
 
 def identity(step: int) -> float:
-    """Return the step as axis or value."""
     return step
 
 
@@ -87,7 +86,6 @@ def compared(*runs: str, **options: float | Sequence[str]) -> Comparison:
 
 
 def problems(*runs: str, **options: float | Sequence[str]) -> list[Problem]:
-    """Return the problems of a comparison."""
     try:
         compared(*runs, **options)
     except ConfigError as error:
@@ -101,7 +99,6 @@ Write = Callable[..., str]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Write a run of the test's folder."""
     return lambda name, losses, **options: write_metrics(tmp_path / name, losses, **options)
 
 
@@ -313,7 +310,6 @@ def reference(tmp_path: Path) -> str:
 
 
 def agrees(reference: str, other: str, **options: Sequence[str]) -> None:
-    """Assert that the other run has the same curve over the same samples."""
     result = compared(reference, other, tolerance=1e-6, **options)  # an event file holds float32
     assert result.agree and result.grid.bins == LOGGED_STEPS, result.compared[0].run
     assert result.compared[0].run.samples[-1] == LOGGED_STEPS * BATCH

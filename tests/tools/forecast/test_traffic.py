@@ -5,14 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.harness.worker import peak_live_bytes
 from megatron_llama.config import load_config
-from megatron_llama.data.batches import build_data
-from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.memory import stage_footprints
 from megatron_llama.tools.forecast.traffic import Amount, TrafficKey, between_nodes, totals, wire_bytes
@@ -22,7 +18,7 @@ from megatron_llama.tools.rehearse.report import MemoryKind
 from megatron_llama.tools.steps import open_steps
 from megatron_llama.tools.traffic.cli import format_ranks, groups_of_ranks, operations_of_rank
 from tests.compiled import needs_compiler
-from tests.oracle import make_plan
+from tests.oracle import make_plan, rank_data, rank_groups, rank_model
 from tests.paths import CONF
 from tests.ranks import run_ranks
 from tests.rows import overrides, rows
@@ -322,11 +318,9 @@ def test_forecast_is_within_10_percent_of_a_run(precision: str, compiled: bool, 
 
 def _step_peak(rank: int, plan: Plan) -> int:
     """Return the peak live bytes of the second step; the first one compiles and creates optimizer states."""
-    device, cpu, topology = get_device("cpu"), torch.device("cpu"), plan.topology(rank)
-    with process_groups(plan, topology, device, cpu):
-        data = build_data(plan, topology, cpu)
-        model = build_model(plan, topology, device, cpu)
+    with rank_groups(plan, rank):
+        model = rank_model(plan, rank)
         optimizer = build_optimizer(plan, model)
-        with open_steps(plan, topology, model, optimizer, data) as steps:
+        with open_steps(plan, plan.topology(rank), model, optimizer, rank_data(plan)) as steps:
             steps.run(1)
             return peak_live_bytes(lambda: steps.run(2))

@@ -25,8 +25,6 @@ CPU = ("--device", "cpu")
 
 
 class Ended(NamedTuple):
-    """A command that has ended."""
-
     status: int
     out: str
     err: str
@@ -56,12 +54,10 @@ def command(main: Main, *arguments: object, stdin: str = "", timeout: float = 15
 
 
 def generate(argv: Sequence[str]) -> int:
-    """scripts/generate.py."""
     return generate_cli.main(argv, start_ranks)
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """scripts/evaluate.py."""
     return evaluate_cli.main(argv, start_ranks)
 
 

@@ -143,7 +143,6 @@ def ours(
 
 
 def check_equal(results: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Check scores and each sample's responses."""
     for name in NAMES:
         for one, other in zip(results["samples"][name], expected["samples"][name], strict=True):
             assert one["arguments"] == other["arguments"]

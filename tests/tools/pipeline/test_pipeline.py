@@ -11,20 +11,18 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megatron_llama import cli as train_cli
-from megatron_llama.data.batches import build_data
-from megatron_llama.devices import get_device
 from megatron_llama.launch.world import find_world
-from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from megatron_llama.tools.common import MOCK_RUN
 from megatron_llama.tools.figures import as_png, as_svg
 from megatron_llama.tools.pipeline import cli, lanes
 from megatron_llama.tools.pipeline.lanes import Panel, Pass, PipelineTimeline, Span
 from megatron_llama.tools.pipeline.record import record_passes, recorded_order, tiny_plan
+from tests.oracle import on_ranks, rank_data
 from tests.pages import commands_of
 from tests.paths import ROOT
 from tests.ranks import run_ranks
@@ -88,7 +86,7 @@ def test_each_pass_runs_once_and_waits_for_its_neighbor(layout: Layout, orders: 
 
 def test_a_real_run_has_the_drawn_order(orders: dict[Layout, list[list[Pass]]]) -> None:
     layout = (2, 2, 4)
-    recorded = run_ranks(_record_steps, 2, tiny_plan(*layout))
+    recorded = on_ranks(_record_steps, tiny_plan(*layout))
     assert [[span.pass_ for span in spans] for spans in recorded] == orders[layout]
     timeline = lanes.measured_timeline(recorded)
     assert 0 < timeline.bubble < 1
@@ -96,13 +94,10 @@ def test_a_real_run_has_the_drawn_order(orders: dict[Layout, list[list[Pass]]]) 
         assert sent.end < used.start, f"message from {sender} to {receiver} arrived after its use"
 
 
-def _record_steps(rank: int, plan: Plan) -> list[Span]:
-    topology, device, cpu = plan.topology(rank), get_device("cpu"), torch.device("cpu")
-    with process_groups(plan, topology, device, cpu):
-        data, model = build_data(plan, topology, cpu), build_model(plan, topology, device, cpu)
-        for _ in range(2):
-            with record_passes(model.chunks) as spans:
-                model.forward_backward(data.train.at(0))
+def _record_steps(plan: Plan, model: ParallelModel) -> list[Span]:
+    for _ in range(2):
+        with record_passes(model.chunks) as spans:
+            model.forward_backward(rank_data(plan).train.at(0))
     return spans
 
 

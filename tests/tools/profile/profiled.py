@@ -9,21 +9,20 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_llama.data.batches import build_data
 from megatron_llama.data.prefetch import Prefetcher
 from megatron_llama.devices import get_device
 from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from megatron_llama.tools.profile.modules import Profile, RankProfile
 from megatron_llama.tools.profile.profiler import StepProfiler
 from megatron_llama.train.loop import training_step
 from megatron_llama.train.sanity import StepGuard
+from tests.oracle import rank_data, rank_groups, rank_model
 from tests.ranks import run_ranks
 
 Tamper = Callable[[int, ParallelModel, Any], None]
@@ -64,15 +63,14 @@ def merged(plan: Plan, ranks: list[Rank]) -> Profile:
 
 
 def _profile_rank(rank: int, plan: Plan, tamper: Tamper | None, steps: int, count: bool) -> Rank:
-    device, topology, cpu = get_device("cpu"), plan.topology(rank), torch.device("cpu")
     with ExitStack() as stack:
-        stack.enter_context(process_groups(plan, topology, device, cpu))
-        model = build_model(plan, topology, device, cpu)
+        stack.enter_context(rank_groups(plan, rank))
+        model = rank_model(plan, rank)
         optimizer = build_optimizer(plan, model)
-        batches = stack.enter_context(Prefetcher(build_data(plan, topology, cpu).train, 10**6))
+        batches = stack.enter_context(Prefetcher(rank_data(plan).train, 10**6))
         if tamper is not None:
             tamper(rank, model, batches)
-        profiler = StepProfiler(plan, topology, device, model, optimizer)
+        profiler = StepProfiler(plan, plan.topology(rank), get_device("cpu"), model, optimizer)
         guard, losses, metrics = StepGuard(0), list[float](), dict[str, float]()
         graphs = tokens = attended = 0
         for step in range(1, steps + 1):

@@ -91,7 +91,6 @@ def test_rehearsals_match_real_runs(ranks: int, layout: str) -> None:
 
 
 def compare(plan: Plan) -> None:
-    """Assert that each rank of a real job matches its rehearsal."""
     ranks = run_real_ranks(plan.world_size, plan)
     for measured, rehearsed in zip(ranks, run_rehearsals(plan, *range(plan.world_size)), strict=True):
         assert rehearsed.peak == pytest.approx(measured.peak, rel=0.02)
@@ -115,7 +114,6 @@ def compare(plan: Plan) -> None:
 
 
 def assert_memory_matches_the_plan(plan: Plan, measured: Rehearsal) -> None:
-    """Assert that the bytes of weights, gradients and optimizer states of a real rank equal the plan."""
     zero, planned = plan.config.trainer.zero, stage_memory(plan)[measured.place["pp"]]
     shards, gathered = measured.at_rest[MemoryKind.WEIGHTS], measured.most.get(MemoryKind.GATHERED, 0)
     if zero == 3:
@@ -151,7 +149,6 @@ def max_at_pass_starts(measured: Rehearsal, kind: str, passes: tuple[str, ...]) 
 
 
 def without(ignored: set[str], kinds: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes by kind without the ignored kinds."""
     return {kind: size for kind, size in kinds.items() if kind not in ignored}
 
 

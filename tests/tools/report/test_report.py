@@ -94,7 +94,6 @@ def lines(steps: int, **more: Any) -> Iterator[str]:
 
 
 def start_line(time: float, step: int | None, **more: Any) -> str:
-    """Return the line of a start in starts.jsonl."""
     known = {"event": "start", "time": time, "step": step, "command": "python train.py", "host": "elsewhere", "pid": 1}
     return json.dumps(known | more) + "\n"
 

@@ -6,7 +6,7 @@ docs/guides/tools/traffic.md has the formulas.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -24,11 +24,13 @@ from megatron_llama.parallel.tensor import ReplicatedGradients
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.tools.forecast.traffic import Amount, Traffic, TrafficKey, between_nodes, totals, wire_bytes
 from megatron_llama.tools.recorder import TrafficCounter, UnknownCollective, count_steps
-from megatron_llama.tools.traffic.cli import operations_of_rank
+from megatron_llama.tools.traffic.cli import main, operations_of_rank
 from megatron_llama.train.sanity import StepGuard
 from tests.compiled import needs_compiler
-from tests.oracle import make_plan
+from tests.golden import GoldenFiles
+from tests.oracle import SHAPE, make_plan
 from tests.paths import CONF
+from tests.processes import run_forked
 from tests.ranks import RankFailed, run_ranks
 from tests.rows import overrides, rows
 
@@ -314,3 +316,29 @@ def _uncounted(rank: int, case: str) -> None:
 def test_unknown_collectives_and_groups_raise(case: str, message: str) -> None:
     with pytest.raises(RankFailed, match=f"{UnknownCollective.__name__}.*{message}"):
         run_ranks(_uncounted, 2, case)
+
+
+# --- scripts/traffic.py -------------------------------------------------------------------------------------------
+
+
+def measure(folder: Path, *layout: str) -> tuple[int, str]:
+    """Return the exit status and the output of ``--measure`` in a fork."""
+    arguments, output = ["--measure", *SHAPE, *layout, "trainer.global_batch_size=4"], folder / "output"
+    status = run_forked(partial(_exit_with_main, arguments), output, output, 200)
+    return status, output.read_text()
+
+
+def _exit_with_main(arguments: list[str]) -> None:
+    raise SystemExit(main(arguments))
+
+
+def test_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps send the predicted bytes; a wrong prediction gives status 1."""
+    status, output = measure(tmp_path, "trainer.tp=2")
+    assert status == 0, output
+    GoldenFiles.check("tools/traffic/measured.txt", output[output.index("\nrank ") :])
+    wrong = {TrafficKey("dp", "all_reduce", 2): Amount(1, 12)}
+    monkeypatch.setattr("megatron_llama.tools.forecast.traffic.totals", lambda operations: wrong)
+    status, output = measure(tmp_path, "trainer.dp=2")
+    assert status == 1
+    GoldenFiles.check("tools/traffic/differs.txt", output[output.index("\nrank ") :])
