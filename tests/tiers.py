@@ -124,13 +124,13 @@ ROWS: dict[str, tuple[str, ...]] = {
     "system/test_errors.py::test_scripts_end_quietly_with_their_reader": ("compare.py", "plan.py"),
     "system/test_installed.py::test_a_run_needs_all_packages_before_it_starts": ("torch", "rich,matplotlib"),
     "tools/compare/test_verdict.py::test_report_files": ("1.3-1",),
-    "tools/inference/test_divided.py::test_divided_prompts_are_continued_as_whole_ones": (
+    "tools/inference/test_evaluate.py::test_perplexity_of_divided_sequences": ("llama3-cp2", "dynamic-cp2 tp2"),
+    "tools/inference/test_generator.py::test_divided_prompts_are_continued_as_whole_ones": (
         "llama3-cp2-drawn",
         "window-cp2-greedy",
         "dynamic-cp4-drawn",
         "llama3-cp2 tp2-drawn",
     ),
-    "tools/inference/test_evaluate.py::test_perplexity_of_divided_sequences": ("llama3-cp2", "dynamic-cp2 tp2"),
     "tools/inference/test_generator.py::test_other_types_as_transformers_generates": ("qwen2-layout0", "qwen3-layout2"),
     "tools/inference/test_generator.py::test_several_ranks_as_one": ("tp2 drawn", "tp4"),
     "tools/profile/test_profile.py::test_the_script_runs_and_prints_a_profile": (),

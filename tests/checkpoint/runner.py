@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from megatron_llama.optim.blockwise import BlockwiseState
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.data_schedules import BatchSchedule
+from megatron_llama.train.metrics_file import read_metrics
 from tests.messages import unwrap
 from tests.oracle import SHAPE, assemble, rank_data, rank_groups, rank_model, rectangles
 from tests.paths import CONF
@@ -82,7 +82,8 @@ def _rank(rank: int, plan: Plan, until: int, tamper: Tamper | None) -> tuple[Run
         held = rectangles(model.shards, lambda shard: shard.local)
         for kind, shard, moment in optimizer.states():
             values = moment[:] if isinstance(moment, BlockwiseState) else moment
-            held += [(f"{kind}/{name}", *rest) for name, *rest in rectangles([shard], lambda _, values=values: values)]
+            parts = rectangles([shard], lambda _, values=values: values)  # type: ignore[misc]
+            held += [(f"{kind}/{name}", *rest) for name, *rest in parts]
         return result, held
 
 
@@ -178,10 +179,7 @@ class Job(Launcher):
 def losses(run_dir: Path) -> list[tuple[int, float]]:
     """(step, loss) of each whole line of metrics.jsonl."""
     path = run_dir / "metrics.jsonl"
-    if not path.exists():
-        return []
-    lines = path.read_text().splitlines(keepends=True)
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    records = read_metrics(path) if path.exists() else []
     return [(record["step"], record["reduced_train_loss"]) for record in records]
 
 

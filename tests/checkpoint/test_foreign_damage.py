@@ -97,7 +97,7 @@ def _shorter(name: str, content: bytes) -> bytes:
     return content[:-4] if "/data/" in name else content
 
 
-def test_archives_are_checked_before_they_arerejection(tmp_path: Path) -> None:
+def test_archives_are_checked_before_they_are_read(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"a": torch.zeros(1000)}, path)
     _rezip(path, zipfile.ZIP_STORED)

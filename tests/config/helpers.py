@@ -35,6 +35,14 @@ def put(config: Config, name: str, value: Any) -> None:
     setattr(owner, key, value)
 
 
+def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the settings of a YAML file by full name."""
+    by_name: dict[str, Any] = {}
+    for name, value in tree.items():
+        by_name |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return by_name
+
+
 def problems_of(config: Config, world: int = 1, machine: Machine | None = None, **options: Any) -> list[Problem]:
     """The problems that ``resolve`` finds in a config; none where it works."""
     try:

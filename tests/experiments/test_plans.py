@@ -18,6 +18,7 @@ from megatron_llama.plan import Plan, resolve, stage_memory
 from megatron_llama.plan.memory import USABLE, stage_footprints
 from megatron_llama.system.tables import GIB
 from megatron_llama.tools.common import MOCK_RUN
+from tests.config.helpers import leaves
 from tests.processes import losses, run_train_py
 
 WORLDS = {
@@ -291,14 +292,6 @@ CARDS = {"llama3_1b_24gb": 23.5, "llama3_8b_qlora_24gb": 23.5, "llama3_8b_80gb":
 def test_it_fits_its_card(name: str) -> None:
     (stage,) = stage_footprints(plan_of(name, f"device.memory_gib={CARDS[name]}"))
     assert stage.total + device_named("cuda").memory_reserve(stage.total) <= CARDS[name] * GIB
-
-
-def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the settings of a YAML file by full name."""
-    leaves_by_name: dict[str, Any] = {}
-    for name, value in tree.items():
-        leaves_by_name |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return leaves_by_name
 
 
 @pytest.mark.parametrize("order", [1, -1])

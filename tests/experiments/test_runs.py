@@ -17,6 +17,7 @@ import megatron_llama.train.run_rank  # noqa: F401  imported once, before the fo
 from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import load_config
 from megatron_llama.train.metrics_file import read_metrics
+from tests.config.helpers import leaves
 from tests.paths import ROOT
 from tests.processes import run_train_py
 
@@ -126,14 +127,6 @@ def logged(folder: Path, name: str) -> list[Any]:
     return [record.get(name) for record in read_metrics(folder / "metrics.jsonl")]
 
 
-def settings(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the settings of a YAML file by full name."""
-    actual = {}
-    for key, value in tree.items():
-        actual |= settings(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return actual
-
-
 @pytest.fixture(scope="module", params=RUNS)
 def run(request: pytest.FixtureRequest, workplace: Path) -> tuple[str, Path]:
     """Return (experiment, folder of its finished run)."""
@@ -147,10 +140,10 @@ def test_run_uses_the_experiments_settings_except_overrides(run: tuple[str, Path
     name, folder = run
     experiment = yaml.safe_load((CONF_DIR / "experiment" / f"{name}.yaml").read_text(encoding="utf-8"))
     experiment.pop("defaults")
-    actual = settings(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
+    actual = leaves(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
     overridden = {word.partition("=")[0] for word in (*SMALL, *RUNS[name])}
     derived = {"trainer.epochs", "optim.warmup_ratio"}  # replaced by steps
-    expected = {key: value for key, value in settings(experiment).items() if key not in overridden | derived}
+    expected = {key: value for key, value in leaves(experiment).items() if key not in overridden | derived}
     assert {key: actual[key] for key in expected} == expected
 
 

@@ -1,18 +1,22 @@
-"""With a cache, without one, in transformers, on two ranks, in a batch and alone: the same ids."""
+"""With a cache, without one, in transformers, on several ranks, in a batch and alone: the same ids."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron_llama.devices import device_named
+from megatron_llama.parallel.context import Division
+from megatron_llama.tools.inference.evaluation import EncodedRecord, label_scores
 from megatron_llama.tools.inference.generator import Answer, Generator
 from megatron_llama.tools.inference.sampling import Sampling
+from megatron_llama.topology import Grid, Topology
 from tests.ranks import run_ranks
 from tests.tools.inference.models import NOTHING, PROMPTS, make_folder, with_generator
 
@@ -32,9 +36,10 @@ def write(
     tp: int = 1,
     stop: frozenset[int] = NOTHING,
     count: int = COUNT,
+    cp: int = 1,
 ) -> list[Answer]:
     """The answers, the same on all ranks."""
-    ranks = with_generator(lambda made: made.generate(prompts, sampling, count), folder, tp, stop)
+    ranks = with_generator(lambda made: made.generate(prompts, sampling, count), folder, tp, stop, cp=cp)
     assert all(answers == ranks[0] for answers in ranks)
     return ranks[0]
 
@@ -228,3 +233,60 @@ def test_the_model_is_plain_outside_of_a_cache(folder: Path) -> None:
         return [attention.attend in before for attention in attentions]
 
     assert all(with_generator(restored, folder)[0])
+
+
+LONG = [[*range(5, 95)], [7], *PROMPTS]
+SCALINGS: dict[str, dict[str, Any]] = {
+    "llama3": {},
+    "window": {"sliding_window": 5},
+    "dynamic": {
+        "max_position_embeddings": 32,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0},
+    },
+}
+
+
+@pytest.fixture(scope="module", params=SCALINGS)
+def scaled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("model") / "hf", **SCALINGS[request.param])
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("layout", [{"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}], ids=["cp2", "cp4", "cp2 tp2"])
+def test_divided_prompts_are_continued_as_whole_ones(scaled: Path, layout: dict[str, int], sampling: Sampling) -> None:
+    alone = write(scaled, LONG, sampling)
+    assert len({number for answer in alone for number in answer.ids}) > 30, "else the comparison would show nothing"
+    assert write(scaled, LONG, sampling, **layout) == alone
+
+
+def test_a_rank_keeps_its_part_of_a_prompt(scaled: Path) -> None:
+    def shapes(made: Generator) -> list[torch.Size]:
+        """Sizes of the keys after a prompt of 90 tokens, for 10 more."""
+        cache = made.cache(1, 100)
+        made.logits(torch.tensor(LONG[:1]), cache.at(torch.tensor([0]), 90, torch.tensor([89])))
+        return [layer._keys.shape for layer in cache.layers]
+
+    for rank in with_generator(shapes, scaled, cp=4):
+        assert {shape[2] for shape in rank} == {96 // 4 + 10 // 4 + 2}
+
+
+def test_scores_of_labels_after_divided_prompts(scaled: Path) -> None:
+    labels = [[7, 8, 9], [7, 10], [11]]
+    records = [EncodedRecord(prompt, labels, {}) for prompt in LONG]
+    alone = with_generator(lambda made: label_scores(made, records), scaled)[0]
+    for scores in with_generator(lambda made: label_scores(made, records), scaled, cp=2):
+        torch.testing.assert_close(scores, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_each_position_is_on_one_rank() -> None:
+    for cp in (2, 4):
+        grid = Grid({"tp": 1, "cp": cp, "dp": 1, "pp": 1})
+        divisions = [Division(Topology(grid, rank), None) for rank in range(cp)]  # type: ignore[arg-type]
+        for length in (1, 7, 8, 45):
+            parts = [division.positions(length, torch.device("cpu")) for division in divisions]
+            assert sorted(torch.cat(parts).tolist()) == [*range(len(parts[0]) * cp)] and len(parts[0]) * cp >= length
+            last = torch.tensor([length - 1, 0])
+            places = [division.local_index(last, length) for division in divisions]
+            assert torch.stack([is_here for _, is_here in places]).sum(0).tolist() == [1, 1]
+            for part, (index, is_here) in zip(parts, places, strict=True):
+                assert part[index][is_here].tolist() == last[is_here].tolist()
