@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_llama.checkpoint.folder import find_checkpoint
+from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.corpus.indexed_format import write_index
 from tests.chaos.attempts import STEPS, Attempt, Life
 from tests.chaos.faults import DAMAGED_FILES, FAULTS, HANG_SECONDS, MAKE_HANG, NEED_INTERPOSER, Fault, damage_file
 from tests.chaos.interposer import Interposer
-from tests.checkpoint.runner import final_tensors, leftovers, losses
 
 LIMIT_SECONDS = 300.0
 """Time limit of an attempt without a fault, long enough for a busy machine."""
@@ -104,7 +105,7 @@ class Campaign:
         if not attempt.wait(LIMIT_SECONDS) or attempt.status != 0:
             attempt.kill()
             raise Broken(f"the undisturbed run ended with {attempt.status}:\n{attempt.output}")
-        return Undisturbed(losses(life.folder), final_tensors(life.folder))
+        return Undisturbed(life.losses(), _tensors(life))
 
     def _life(self, layout: str) -> Life:
         if layout not in self.lives:
@@ -160,13 +161,13 @@ class Campaign:
             raise Broken(f"{description}: {output.count('Traceback (most')} tracebacks, where {allowed} are allowed")
         if fault is not None and attempt.status == 1 and (missing := [w for w in fault.messages if w not in output]):
             raise Broken(f"{description}: it failed without the messages {missing}")
-        wrong = [pair for pair in losses(life.folder) if pair not in self.undisturbed[life.layout].losses]
+        wrong = [pair for pair in life.losses() if pair not in self.undisturbed[life.layout].losses]
         if wrong:
             raise Broken(f"{description}: (step, loss) {wrong[0]} is not the undisturbed run's")
         first = re.search(rf"^step (\d+)/{STEPS}", output, re.MULTILINE)
         if first and int(first[1]) != saved + 1:
             raise Broken(f"{description}: resumed at step {first[1]}, and step {saved} was saved")
-        last = losses(life.folder)[-1][0] if losses(life.folder) else 0
+        last = life.losses()[-1][0] if life.losses() else 0
         if attempt.status == 75 and fault is not None and fault.saved and life.newest_checkpoint() != last:
             raise Broken(f"{description}: status 75, but of {last} steps {life.newest_checkpoint()} are saved")
 
@@ -187,13 +188,13 @@ class Campaign:
     def _finished(self, life: Life) -> None:
         """Raise Broken unless a finished run is bit-identical to the undisturbed one; then delete it."""
         undisturbed = self.undisturbed[life.layout]
-        if losses(life.folder) != undisturbed.losses:
+        if life.losses() != undisturbed.losses:
             raise Broken("the losses of the finished run are not the undisturbed one's")
-        ours = final_tensors(life.folder)
+        ours = _tensors(life)
         differ = [n for n, tensor in undisturbed.tensors.items() if n not in ours or not torch.equal(ours[n], tensor)]
         if differ or ours.keys() != undisturbed.tensors.keys():
             raise Broken(f"tensors of the finished run differ: {differ[:3]}")
-        if left := leftovers(life.folder):
+        if left := life.leftovers():
             raise Broken(f"left behind: {left}")
         shutil.rmtree(life.folder)
         life.output.unlink()
@@ -237,13 +238,19 @@ class Campaign:
 
     def _same_end(self, life: Life) -> bool:
         """Whether the last checkpoint is the undisturbed run's."""
-        ours, theirs = final_tensors(life.folder), self.undisturbed[life.layout].tensors
+        ours, theirs = _tensors(life), self.undisturbed[life.layout].tensors
         return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
     def _keep(self, life: Life, attempt: Attempt) -> None:
         """Retain the folder of a failed run with a list of its faults; the next run uses a new folder."""
         life.folder.with_name(life.folder.name + ".faults").write_text("\n".join(life.faults) + "\n")
         self.lives.pop(life.layout, None)
+
+
+def _tensors(life: Life) -> dict[str, torch.Tensor]:
+    """Every tensor of the newest checkpoint."""
+    stored = read_manifest(find_checkpoint(life.folder)).stored
+    return {name: stored.rows(name) for name in stored.tensors}
 
 
 def _make_dataset(folder: Path) -> Path:
