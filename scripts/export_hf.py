@@ -33,10 +33,8 @@ def main() -> int:
     parser.add_argument("--format", choices=("hf", "dcp", "torch_dist"), default="hf", help=formats)
     arguments = parser.parse_args()
     average, decay = arguments.average, arguments.average_decay
-    if average < 1 or not 0 < decay <= 1:
-        parser.error("--average must be at least 1, --average-decay above 0 and at most 1")
-    if arguments.format != "hf" and average > 1:
-        parser.error("--average needs --format hf")
+    if average < 1 or not 0 < decay <= 1 or (arguments.format != "hf" and average > 1):
+        parser.error("--average must be at least 1 (with --format hf), --average-decay above 0 and at most 1")
     # Imported here: --help needs no torch.
     from megatron_llama.checkpoint.export import export
     from megatron_llama.checkpoint.folder import find_checkpoint

@@ -103,19 +103,13 @@ def export(
     manifest.check_sizes()
     model, finetune = model_of(manifest), finetune_of(manifest)
     is_adapter = finetune.method == "lora" and not merge
-    check_options(checkpoint, model, finetune, merge, base)
+    check_options(checkpoint, model, finetune, merge, base, average)
     if is_adapter:
         _check_base(checkpoint, model, manifest.state.hf_folder)
-    if is_adapter and average > 1:
-        rule = "the mean of adapters is not the adapter of the mean"
-        raise ConfigError([Problem("--average", average, rule, "add --merge to export the whole model")])
     source, shapes = open_source(manifest, is_adapter, merge, base)
-    steps = [manifest.state.step]
-    if average > 1:
-        older = [read_manifest(folder) for folder in older_checkpoints(checkpoint, average - 1)]
-        steps += [each.state.step for each in older]
-        sources = [source, *(open_source(each, False, merge, base)[0] for each in older)]
-        source = AveragedTensors.of(sources, [decay**age for age in range(average)])
+    older = [read_manifest(folder) for folder in older_checkpoints(checkpoint, average - 1)]
+    if older:
+        source = AveragedTensors.of(source, [open_source(each, False, merge, base)[0] for each in older], decay)
     if dtype == "auto":
         dtype = dtype_of(source) if is_adapter else manifest.state.dtype
     dtype = dtype if dtype in DTYPES else "float32"
@@ -128,9 +122,8 @@ def export(
             files = split_into_files(shapes, DTYPES[dtype], max_shard_bytes)
             token_ids, tokenizer = write_companions(manifest, partial)
             _write_json(partial / "config.json", hf_config(model, dtype, token_ids))
-        card = model_card(
-            manifest.state, model, finetune, adapter=is_adapter, dtype=dtype, tokenizer=tokenizer, averaged=steps[1:]
-        )
+        states = [manifest.state, *(each.state for each in older)]
+        card = model_card(states, model, finetune, adapter=is_adapter, dtype=dtype, tokenizer=tokenizer)
         write_synced(partial / CARD, card.encode())
         single = ADAPTER_WEIGHTS if is_adapter else SINGLE
         names, size = _write_weights(source, files, DTYPES[dtype], partial, single, progress)
@@ -174,7 +167,7 @@ def open_source(
 
 
 def check_options(
-    checkpoint: Path, model: ModelConfig, finetune: FinetuneConfig, merge: bool, base: Path | None
+    checkpoint: Path, model: ModelConfig, finetune: FinetuneConfig, merge: bool, base: Path | None, average: int = 1
 ) -> None:
     """Raise ConfigError for options that do not match the checkpoint, and for models without a Hugging Face class."""
     if model.sparse_attention is not None:
@@ -183,6 +176,9 @@ def check_options(
     if merge and finetune.method != "lora":
         rule = "the checkpoint has no LoRA adapter to merge"
         raise ConfigError([Problem("--merge", None, rule, "omit --merge")])
+    if average > 1 and finetune.method == "lora" and not merge:
+        rule = "the mean of adapters is not the adapter of the mean"
+        raise ConfigError([Problem("--average", average, rule, "add --merge to export the whole model")])
     if base is not None and not merge:
         rule = "is only used with --merge"
         raise ConfigError([Problem("--base", str(base), rule, "omit --base, or add --merge for a LoRA run")])

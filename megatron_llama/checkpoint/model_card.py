@@ -57,26 +57,19 @@ With megatron_llama:
 
 
 def model_card(
-    state: State,
-    model: ModelConfig,
-    finetune: FinetuneConfig,
-    *,
-    adapter: bool,
-    dtype: str,
-    tokenizer: bool,
-    averaged: Sequence[int] = (),
+    states: Sequence[State], model: ModelConfig, finetune: FinetuneConfig, *, adapter: bool, dtype: str, tokenizer: bool
 ) -> str:
     """Return the card. It names the base model and the data, but no path.
 
     The front matter has ``base_model`` only for a model of the hub, which rejects other names.
 
     Args:
-        state: State of the exported checkpoint.
+        states: State of the exported checkpoint, or of the checkpoints of which the weights are the mean, newest first.
         adapter: Whether the folder has LoRA's adapter instead of the whole model.
         dtype: dtype of the exported weights.
         tokenizer: Whether the folder has a tokenizer.
-        averaged: Steps of the other checkpoints of which the weights are the mean.
     """
+    state, *older = states
     folder = state.hf_folder
     on_hub, base = (hub_name(folder), _plain(short_name(folder))) if folder else ("", None)
     base = _plain(on_hub) or base
@@ -89,8 +82,8 @@ def model_card(
     }
     title = f"{base}, fine-tuned" if base else f"{_plain(str(model.name))}, trained from random weights"
     rows = [*_facts(state, model, finetune, base, adapter), ("Data type of the weights", dtype)]
-    if averaged:
-        steps = ", ".join(map(str, sorted([*averaged, state.step])))
+    if older:
+        steps = ", ".join(str(each.step) for each in reversed(states))
         rows.append(("Weights", f"mean of the checkpoints of steps {steps}"))
     kind, package = ("AutoPeftModelForCausalLM", "peft") if adapter else ("AutoModelForCausalLM", "transformers")
     option = "" if tokenizer or (adapter and base) else " --tokenizer TOKENIZER"

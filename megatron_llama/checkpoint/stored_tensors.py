@@ -103,10 +103,11 @@ class AveragedTensors(Stored):
     """Relative weights of the sources."""
 
     @staticmethod
-    def of(sources: Sequence[Stored], weights: Sequence[float]) -> AveragedTensors:
-        """Average sources with the same tensors; the folder is the first one's."""
-        tensors = {name: StoredTensor(torch.float32, tensor.shape) for name, tensor in sources[0].tensors.items()}
-        return AveragedTensors(sources[0].folder, tensors, sources, weights)
+    def of(newest: Stored, older: Sequence[Stored], decay: float) -> AveragedTensors:
+        """Average checkpoints of a run, each with ``decay`` times the weight of the next newer one."""
+        tensors = {name: StoredTensor(torch.float32, tensor.shape) for name, tensor in newest.tensors.items()}
+        weights = [decay**age for age in range(len(older) + 1)]
+        return AveragedTensors(newest.folder, tensors, [newest, *older], weights)
 
     def load_into(self, targets: Mapping[str, Rectangles]) -> int:
         read = 0

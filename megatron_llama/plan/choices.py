@@ -248,7 +248,7 @@ def list_notes(config: Config, plan: Plan) -> Iterator[str]:
             f"trainer.global_batch_size={default_batch} is for small models; python train.py --help lists the "
             "pretraining recipes, which have 1,024 and more"
         )
-    if data.name == DEMO and not data.mock and plan.parameters >= LARGE:
+    if data.name == DEMO and plan.parameters >= LARGE:
         yield (
             f"{trainer.steps:,} steps on the demo's data are only a trial of {plan.model.name}; python train.py --help "
             "lists the pretraining recipes, experiment=pretrain_..."

@@ -262,7 +262,7 @@ def test_no_file_of_the_user_is_replaced(tmp_path: Path) -> None:
 def make_card(state: dict[str, Any], **options: Any) -> str:
     complete = State(7, 56, "adamw", 7, 1, {"data": {"seq_length": 16, **state.pop("data", {})}}, **state)
     options = {"adapter": True, "dtype": "float32", "tokenizer": False, **options}
-    return model_card(complete, ModelConfig(name="hf"), FinetuneConfig(method="lora"), **options)
+    return model_card([complete], ModelConfig(name="hf"), FinetuneConfig(method="lora"), **options)
 
 
 def test_cards_of_fine_tuned_models(tmp_path: Path) -> None:
