@@ -94,7 +94,7 @@ ROWS = [
     ("records_can_be_prepared", 1, "mock=false prefixes=[x.tsv] SFT tokenizer=t", "template=qnli"),
     ("records_can_be_prepared", 1, "FILES SFT tokenizer=t template=qnli", "template=null"),
     ("records_can_be_prepared", 1, "FILES SFT tokenizer=t chat_template=chatml", "chat_template=own"),
-    ("records_can_be_prepared", 1, "FILES SFT tokenizer=t chat_template_kwargs={a:1}", "chat_template_kwargs={}"),
+    ("records_can_be_prepared", 1, 'FILES SFT tokenizer=t chat_template_kwargs={"a":1}', "chat_template_kwargs={}"),
     ("data_is_there", 1, "mock=false", "mock=true"),
     ("validation_has_documents", 1, "FILES split=1,0,0 val_every_steps=5", "split=9,1,0"),
     ("validation_has_documents", 1, "val_at_start=true", "val_every_steps=5"),
