@@ -254,18 +254,18 @@ class SomeLabels(RaggedSamples):
         return sample | {"loss_mask": sample["loss_mask"] * (index in self.labelled)}
 
 
-PIPELINES = {1: [], 4: ["trainer.pp=2"]}
+STAGES = {1: [], 4: ["trainer.pp=2"]}
 STEPS = ["optim.warmup_steps=1", "checkpoint.keep_best=true", "checkpoint.every_steps=2", "checkpoint.keep=20"]
 
 
-@pytest.mark.parametrize("world", PIPELINES)
+@pytest.mark.parametrize("world", STAGES)
 def test_batches_without_labels(tmp_path: Path, capfd: pytest.CaptureFixture[str], world: int) -> None:
     """Sample 9 is in one data-parallel rank's share of step 2."""
 
     def outcomes(name: str, steps: int, train: tuple[int, ...], held_out: tuple[int, ...]) -> list[str]:
         (tmp_path / name).mkdir()
         folder = f"run.dir={tmp_path / name}"
-        plan = make_plan(world, *PIPELINES[world], *STEPS, folder, f"trainer.steps={steps}", "trainer.val_every_steps=2")
+        plan = make_plan(world, *STAGES[world], *STEPS, folder, f"trainer.steps={steps}", "trainer.val_every_steps=2")
         return on_ranks(_train, plan, train, held_out)
 
     def saved(name: str) -> list[str]:
