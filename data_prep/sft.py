@@ -53,12 +53,8 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument("--seed", type=int, default=1234, help="seed of --split (default 1234)")
     example = result.add_argument_group("examples")
     example.add_argument("--tokenizer-model", required=True, metavar="PATH", help=".model file or Hugging Face folder")
-    example.add_argument(
-        "--chat-template",
-        default="own",
-        metavar="NAME",
-        help=f"{', '.join(CHAT_TEMPLATES)} or FILE.jinja (default own: the tokenizer's)",
-    )
+    names = f"{', '.join(CHAT_TEMPLATES)} or FILE.jinja (default own: the tokenizer's)"
+    example.add_argument("--chat-template", default="own", metavar="NAME", help=names)
     example.add_argument(
         "--chat-template-kwargs", type=json_object, default={}, metavar="JSON", help="variables of a Jinja template"
     )

@@ -22,11 +22,18 @@ from data_prep.lib.encoders import Encoder, check_same
 from data_prep.lib.job import BadRecord, BlockResult, ChatFormat, PrepareJob
 from data_prep.lib.parquet_csv import bad_columns, part_lines, part_sizes
 from data_prep.lib.sources import Source, check_unchanged, read_chunks
-from megatron_llama.config.data_settings import PAIRS, REJECTED
+from megatron_llama.config.data_settings import REJECTED
 from megatron_llama.corpus.indexed_format import MASK_DTYPE, token_dtype
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import encode_spans
-from megatron_llama.text.conversation import NO_CONTEXT, RecordError, TemplateContext, Turns, labelled_turns
+from megatron_llama.text.conversation import (
+    NO_CONTEXT,
+    RecordError,
+    TemplateContext,
+    Turns,
+    check_control_tokens,
+    labelled_turns,
+)
 
 
 @dataclass(frozen=True)
@@ -410,7 +417,7 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[int]]]):
             example, notes = self._example(line, self.chat.columns.get(segment.source), has_columns)
         except _FAULTS as error:
             raise RecordError("broken_record", f"{type(error).__name__}: {error}") from None
-        result.notes.update(notes)
+        result.notes.update({*notes})  # both sides of a pair may have one
         return example
 
     def _example(
@@ -456,22 +463,17 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[int]]]):
         record = records.parse_object(line)
         if template is not None and (has_columns or record.keys() >= {*template.fields}):
             texts = {name: "" if record.get(name) is None else str(record[name]) for name in template.fields}
-            conversations, notes = [labelled_turns([*texts], [*texts.values()], template)], list[str]()
-        elif chat.format == PAIRS:
-            conversations, notes = records.parse_pair(record)
+            conversations = [labelled_turns([*texts], [*texts.values()], template)]
+            context, notes = NO_CONTEXT, list[str]()
         else:
-            turns, notes = records.parse_turns(record, chat.format)
-            conversations = [turns]
-        notes = [*notes, *([records.REPEATED_KEY] if records.repeats_key(line, record) else [])]
-        return conversations, records.parse_context(record), notes
+            conversations, context, notes = records.parse_record(record, chat.format)
+        return conversations, context, [*notes, *([records.REPEATED_KEY] if records.repeats_key(line, record) else [])]
 
     def _encode(self, turns: Turns, context: TemplateContext, notes: list[str]) -> tuple[list[int], list[bool]]:
         """Return (ids, mask) of a conversation, and add to ``notes``. Raises RecordError."""
         chat = self.chat
-        for turn in turns if chat.own_template else ():
-            token = next((name for name in chat.tokenizer.control_tokens if name in turn.text), None)
-            if token is not None:
-                raise RecordError("control_token", f"the {turn.role}'s text contains {token}")
+        if chat.own_template:
+            check_control_tokens(turns, context, chat.tokenizer.control_tokens)
         ids, learn = encode_spans(chat.render(turns, context, notes), chat.tokenizer, parse_special=chat.own_template)
         if chat.add_bos and chat.tokenizer.bos is not None:
             return [chat.tokenizer.bos, *ids], [False, *learn]

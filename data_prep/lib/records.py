@@ -27,6 +27,8 @@ from megatron_llama.text.conversation import (
     parse_tools,
 )
 
+_CALLS = ("function_call", "tool_call")
+"""Roles of ShareGPT's turns whose text is calls in JSON."""
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -38,15 +40,9 @@ ROLES = {
     "bot": "assistant",
     "chatgpt": "assistant",
     "model": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "ipython": "tool",
+    **dict.fromkeys(_CALLS, "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
 }
-_CALLS = ("function_call", "tool_call")
-"""Roles of ShareGPT's turns whose text is calls in JSON."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _LISTS = ("messages", "conversations", "conversation")
 REPEATED_KEY = "key given twice: last value used"
@@ -75,8 +71,6 @@ def parse_turns(record: Mapping[str, Any], format: str) -> tuple[Turns, list[str
     kind = _detected(record) if format == "auto" else format
     notes = _notes_on_other_keys(record, kind)
     turns = _READERS[kind](record)
-    if any(turn.role == "system" and hermes_tools(turn.text) for turn in turns):
-        turns, notes = from_hermes(turns), [*notes, "Hermes's system text replaced by its tools"]
     if turns and turns[0].role == "system" and not turns[0].text.strip():
         turns, notes = turns[1:], [*notes, "empty system turn left out"]  # a key in stored manifests; prose: ok
     for key in ("system", "system_prompt"):  # next to the turns, as in LLaMA-Factory's exports
@@ -115,15 +109,26 @@ def parse_pair(record: Mapping[str, Any]) -> tuple[list[Turns], list[str]]:
     return [chosen, rejected], notes
 
 
-def parse_context(record: Mapping[str, Any]) -> TemplateContext:
-    """Return a record's tools and template variables. Raises RecordError."""
-    tools = [
-        tool for key in ("tools", "functions") if not _is_empty(record.get(key)) for tool in parse_tools(record[key])
-    ]
-    if not tools:
-        turns: list[Any] = next((record[key] for key in _LISTS if isinstance(record.get(key), list)), [])
-        texts = (_first_value(turn, "content", "value") for turn in turns if isinstance(turn, dict))
-        tools = [tool for text in texts if isinstance(text, str) for tool in hermes_tools(text)]
+def parse_record(record: Mapping[str, Any], format: str) -> tuple[list[Turns], TemplateContext, list[str]]:
+    """Return a record's conversation, or the two of a pair, its context, and notes. Raises RecordError."""
+    if format == PAIRS:
+        conversations, notes = parse_pair(record)
+    else:
+        turns, notes = parse_turns(record, format)
+        conversations = [turns]
+    context = _context(record)
+    system = [turn.text for turn in conversations[0] if turn.role == "system"]
+    if listed := [tool for text in system for tool in hermes_tools(text)]:
+        conversations = [from_hermes(turns) for turns in conversations]
+        context = replace(context, tools=context.tools or tuple(listed))
+        notes = [*notes, "Hermes's system text replaced by its tools"]
+    return conversations, context, notes
+
+
+def _context(record: Mapping[str, Any]) -> TemplateContext:
+    """Return the tools and template variables next to a record's turns. Raises RecordError."""
+    keys = [key for key in ("tools", "functions") if not _is_empty(record.get(key))]
+    tools = [tool for key in keys for tool in parse_tools(record[key])]
     variables = record.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
         raise RecordError("bad_tools", "chat_template_kwargs is not an object")
@@ -234,15 +239,10 @@ def _listed(turns: Any) -> Turns:
 def _extra(turn: Mapping[str, Any], role: str) -> dict[str, Any]:
     """Return ``Turn.extra``: calls and reasoning of an answer, name and id of a tool's result."""
     if role == "assistant":
-        calls = _first_value(
-            {key: turn.get(key) for key in ("tool_calls", "function_call") if not _is_empty(turn.get(key))},
-            "tool_calls",
-            "function_call",
-        )
-        thought = next((turn[key] for key in _REASONING if isinstance(turn.get(key), str) and turn[key].strip()), None)
-        return ({} if calls is None else {"tool_calls": parse_calls(calls)}) | (
-            {} if thought is None else {"reasoning_content": thought}
-        )
+        calls = [parse_calls(turn[key]) for key in ("tool_calls", "function_call") if not _is_empty(turn.get(key))]
+        thoughts = [turn[key] for key in _REASONING if isinstance(turn.get(key), str) and turn[key].strip()]
+        extra = {"tool_calls": calls, "reasoning_content": thoughts}
+        return {name: values[0] for name, values in extra.items() if values}
     keys = ("name", "tool_call_id") if role == "tool" else ()
     return {key: turn[key] for key in keys if isinstance(turn.get(key), str)}
 

@@ -54,14 +54,17 @@ class ExampleOptions:
 
     def __post_init__(self) -> None:
         """Validate the options. Raises UserError."""
+        reject(self._problems())
+
+    def _problems(self) -> Iterator[str]:
         if self.seq_length < 1:
-            raise UserError("--seq-length must be at least 1")
+            yield "--seq-length must be at least 1"
         if self.chat_template not in CHAT_TEMPLATES and not is_template_file(self.chat_template):
-            raise UserError(f"--chat-template {self.chat_template}: write {', '.join(CHAT_TEMPLATES)} or FILE.jinja")
+            yield f"--chat-template {self.chat_template}: write {', '.join(CHAT_TEMPLATES)} or FILE.jinja"
         if reserved := {"messages", "tools", "add_generation_prompt"} & {*self.chat_template_kwargs}:
-            raise UserError(f"--chat-template-kwargs: {', '.join(sorted(reserved))} cannot be set")
+            yield f"--chat-template-kwargs: {', '.join(sorted(reserved))} cannot be set"
         if self.chat_template_kwargs and self.chat_template in NAMED_TEMPLATES:
-            raise UserError(f"--chat-template-kwargs: the template {self.chat_template} has no variables")
+            yield f"--chat-template-kwargs: the template {self.chat_template} has no variables"
 
     def is_table(self, source: Source) -> bool:
         """Whether a file is a table with a header instead of JSON records."""
@@ -123,9 +126,8 @@ def build_chat_format(examples: ExampleOptions, sources: Sequence[Source]) -> Ch
     if examples.add_bos and tokenizer.bos is None:
         raise UserError(f"--add-bos: {model} has no begin-of-text token. Remove --add-bos")
     add_bos = bool(tokenizer.adds_bos and not is_jinja if examples.add_bos is None else examples.add_bos)
-    decisive = {key: value for key, value in asdict(examples).items() if key != "tokenizer_model"}
-    if not decisive["chat_template_kwargs"]:  # as in manifests of older versions
-        del decisive["chat_template_kwargs"]
+    # Manifests of older versions have no variables of templates.
+    decisive = {key: value for key, value in asdict(examples).items() if key != "tokenizer_model" and value != {}}
     if is_template_file(examples.chat_template):  # the file may move, but the trained model is asked with it
         decisive["chat_template_source"] = source
     return ChatFormat(

@@ -100,7 +100,6 @@ def export(
     """
     check_output(out)
     manifest = read_manifest(checkpoint)
-    manifest.check_sizes()
     model, finetune = model_of(manifest), finetune_of(manifest)
     is_adapter = finetune.method == "lora" and not merge
     check_options(checkpoint, model, finetune, merge, base, average)
@@ -152,7 +151,8 @@ def _exists(out: Path) -> ConfigError:
 def open_source(
     manifest: Manifest, is_adapter: bool, merge: bool, base: Path | None
 ) -> tuple[Stored, dict[str, Shape]]:
-    """Return the tensors to export and their shapes."""
+    """Return the tensors to export and their shapes. Raises CorruptFile if a file has another size."""
+    manifest.check_sizes()
     model, finetune = model_of(manifest), finetune_of(manifest)
     if is_adapter:  # the tensors that LoRA trained, by PEFT name
         trained = trained_tensors(manifest, model, finetune)

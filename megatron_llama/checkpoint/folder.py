@@ -65,9 +65,9 @@ def older_checkpoints(checkpoint: Path, count: int) -> list[Path]:
     step = read_manifest(checkpoint).state.step
     older = [other for other in saved_steps(checkpoint.parent) if other < step][:count]
     if len(older) < count:
-        rule = f"the run has {len(older) + 1} checkpoints up to {checkpoint.name}"
-        fix = f"write --average {len(older) + 1}, and for more a larger checkpoint.keep in the next run"
-        raise ConfigError([Problem("--average", count + 1, rule, fix)])
+        saved = len(older) + 1
+        rule = f"is above the number of checkpoints up to {checkpoint.name}, {saved}, which checkpoint.keep limits"
+        raise ConfigError([Problem("--average", count + 1, rule, f"write --average {saved}")])
     return [checkpoint.parent / folder_name(other) for other in older]
 
 

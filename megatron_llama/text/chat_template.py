@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import dataclass
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,7 @@ class Jinja:
         """
         learned = [number for number, turn in enumerate(turns) if turn.role == "assistant" and turn.learn]
         try:
-            whole, boundaries = self._derived(turns, learned, context)
+            whole, boundaries = self._derive(turns, learned, context)
         except RecordError:
             if not self._marks_answers:
                 raise
@@ -200,9 +200,7 @@ class Jinja:
         except TemplateFault as error:
             raise RecordError("template_refuses", str(error)) from None
 
-    def _derived(
-        self, turns: Sequence[Turn], learned: Sequence[int], context: TemplateContext
-    ) -> tuple[str, list[int]]:
+    def _derive(self, turns: Sequence[Turn], learned: Sequence[int], context: TemplateContext) -> tuple[str, list[int]]:
         """Return the text, and [start, end) of the answers to learn, one after another."""
         prefixes = [part for number in learned for part in ((number + 1, False, False), (number, True, False))]
         whole, *texts = self._render(turns, context, [(len(turns), False, False), *prefixes])
@@ -217,13 +215,12 @@ class Jinja:
         answers = [turn for turn in turns if turn.role == "assistant"]
         parts = re.split("([" + "".join(MARKS) + "])", self._render(turns, context, [(len(turns), False, True)])[0])
         if parts[1::2] != [*MARKS] * len(answers) or "".join(parts[::2]) != whole:
-            rule = f"its generation blocks do not mark {len(answers)} answers"
-            raise RecordError("template_refuses", rule)
+            raise RecordError("template_refuses", f"its generation blocks do not mark {len(answers)} answers")
         boundaries, position = [], 0
         for number, text in enumerate(parts[::2]):
             if number % 2 and answers[number // 2].learn:
                 boundaries += [position, position + len(text)]
-                if answers[number // 2].text.strip() not in text:
+                if _find(text, answers[number // 2].text.strip(), 0)[0] < 0:
                     raise RecordError("template_omits", f"answer {number // 2 + 1} is not in its generation block")
             position += len(text)
         return boundaries
@@ -238,7 +235,8 @@ class Jinja:
         if not until.startswith(prompt):
             # The generation prompt differs from the text before a given answer (it may begin a thought). Find the
             # answer's start with a text that no template contains: the answer itself could be part of the template.
-            nowhere = replace(turns[number], text=_NOWHERE)
+            thought = {key: _NOWHERE for key in turns[number].extra if key == "reasoning_content"}
+            nowhere = Turn("assistant", _NOWHERE, extra=thought)
             prompt = self.render([*turns[:number], nowhere], context=context).partition(_NOWHERE)[0]
             if not until.startswith(prompt):
                 raise RecordError("template_refuses", f"turn {number + 1} is not found in its text")
@@ -281,7 +279,7 @@ def _check_complete(text: str, turns: Sequence[Turn], context: TemplateContext, 
 
 def _find(text: str, content: str, position: int) -> tuple[int, int]:
     """Return (start, end) of the first of a content's forms in a text: plain, or within JSON; (-1, ...) if missing."""
-    for form in (content, *(json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (False, True))):
+    for form in chain([content], (json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (False, True))):
         if (start := text.find(form, position)) >= 0:
             return start, start + len(form)
     return -1, position
@@ -290,10 +288,9 @@ def _find(text: str, content: str, position: int) -> tuple[int, int]:
 def _leaves(value: Any) -> Iterator[str]:
     """Yield the keys, texts and numbers in a JSON value."""
     if isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from _leaves(item)
-    elif isinstance(value, list):
+        yield from value
+        value = [*value.values()]
+    if isinstance(value, list):
         for item in value:
             yield from _leaves(item)
     elif not isinstance(value, bool) and value is not None:
@@ -368,14 +365,11 @@ class TrainedTemplate:
 
     def load(self, path: Path, ends: Sequence[str]) -> NamedTemplate | Jinja:
         """Return the template with the tokenizer at ``path``. Raises UserError."""
+        source = self.source
+        if source is None and is_template_file(self.template):
+            source = read_template(Path(self.template))
         named = NAMED_TEMPLATES.get(self.template)
-        source = read_template(Path(self.template)) if self.reads_file else self.source
         return named or load_own_template(path, ends, json.loads(self.variables), source)
-
-    @property
-    def reads_file(self) -> bool:
-        """Whether the template is a Jinja file that has not been read."""
-        return self.source is None and is_template_file(self.template)
 
 
 def trained_template(settings: Mapping[str, Any]) -> TrainedTemplate | None:

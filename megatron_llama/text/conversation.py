@@ -116,6 +116,14 @@ class RecordError(Exception):
         self.reason, self.detail = reason, detail
 
 
+def check_control_tokens(turns: Sequence[Turn], context: TemplateContext, names: Sequence[str]) -> None:
+    """Raise RecordError if a text, a call, a reasoning or a tool contains the name of a control token."""
+    texts = [(f"the {turn.role}'s text", turn.text + (_as_json(turn.extra) if turn.extra else "")) for turn in turns]
+    texts += [("a tool", _as_json(tool)) for tool in context.tools]
+    for where, name in ((where, name) for where, text in texts for name in names if name in text):
+        raise RecordError("control_token", f"{where} contains {name}")
+
+
 def labelled_turns(columns: Sequence[str], values: Sequence[str], template: Template) -> Turns:
     """Return the conversation of a line of a labeled table. Raises RecordError."""
     if len(columns) != len(values):
@@ -155,7 +163,7 @@ def parse_calls(value: Any) -> list[dict[str, Any]]:
         arguments = _from_json(function.get("arguments", function.get("parameters")) or {}, "arguments")
         if not isinstance(arguments, dict):
             raise RecordError(
-                "bad_tools", f"the arguments of {function['name']} are not an object: {_shown(arguments)}"
+                "bad_tools", f"the arguments of {function['name']} are not an object: {_as_json(arguments)[:60]}"
             )
         named = {"name": function["name"], "arguments": _without_nulls(arguments)}
         number = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
@@ -169,7 +177,7 @@ def _functions(value: Any, kind: str) -> Iterator[tuple[dict[str, Any], dict[str
     for entry in listed if isinstance(listed, list) else [listed]:
         function = entry.get("function", entry) if isinstance(entry, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RecordError("bad_tools", f"a {kind} has no name: {_shown(entry)}")
+            raise RecordError("bad_tools", f"a {kind} has no name: {_as_json(entry)[:60]}")
         yield entry, function
 
 
@@ -219,7 +227,7 @@ def _from_json(value: Any, where: str) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
-        raise RecordError("bad_tools", f"the {where} are not JSON: {_shown(value)}") from None
+        raise RecordError("bad_tools", f"the {where} are not JSON: {_as_json(value)[:60]}") from None
 
 
 def _without_nulls(value: Any) -> Any:
@@ -228,5 +236,5 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _shown(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)[:60]
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)

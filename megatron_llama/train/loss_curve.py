@@ -109,7 +109,7 @@ def _loss(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
             fontsize=9,
             color=VALIDATION if validated else TRAIN,
         )
-    axes.set_ylabel("loss (nats per token)", color=INK)
+    axes.set_ylabel("loss (per pair)" if "rewards/margins" in records[0] else "loss (nats per token)", color=INK)
     _plain(axes)
 
 

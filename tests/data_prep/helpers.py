@@ -27,6 +27,7 @@ import sentencepiece
 from data_prep.lib.dataset import read_manifest
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.system.errors import run_main
+from megatron_llama.text.chat_template import TextSpan
 from tests.paths import ROOT
 from tests.processes import run_forked
 
@@ -264,3 +265,8 @@ def preprocess(tokenizer: Path) -> Run:
         return run_script("preprocess.py", *given, "--append-eod", "--workers", workers, *args)
 
     return run
+
+
+def shown(text_spans: list[TextSpan]) -> str:
+    """Return the text, with the text that has a loss in «»."""
+    return "".join(f"«{span.text}»" if span.learn else span.text for span in text_spans).replace("»«", "")

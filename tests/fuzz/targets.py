@@ -148,13 +148,9 @@ def read_dataset(case: Path) -> None:
             list(decoded(dataset, manifest, number, None, 100))
 
 
-TOOL_TEMPLATE = Jinja(
-    "{{ tools | tojson }}{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\n{% endfor %}",
-    {},
-    ["\n"],
-    "test",
-)
+CALLS = "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
+SOURCE = "{{ tools | tojson }}{% for m in messages %}{{ m.role }}: {{ m.content }}" + CALLS + "\n{% endfor %}"
+TOOL_TEMPLATE = Jinja(SOURCE, {}, ["\n"], "test")
 
 
 def read_jsonl(case: Path) -> None:

@@ -18,7 +18,7 @@ from megatron_llama.text import sandbox
 from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, TextSpan, encode_spans, load_own_template
 from megatron_llama.text.conversation import LABELLED, REASONING_OMITTED, REASONS, RecordError, Turn, labelled_turns
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
-from tests.data_prep.helpers import CHATML, SPECIAL
+from tests.data_prep.helpers import CHATML, SPECIAL, shown
 
 Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
@@ -278,11 +278,6 @@ GOLDEN = {
     "dialogue": "S\n\n\n\nHuman: Q\n\nAssistant:« A<|endoftext|>»",
     "plain": "S\n\nQ\n«A<|endoftext|>»",
 }
-
-
-def shown(text_spans: list[TextSpan]) -> str:
-    """Return the text, with the text that has a loss in «»."""
-    return "".join(f"«{span.text}»" if span.learn else span.text for span in text_spans).replace("»«", "")
 
 
 @pytest.mark.parametrize("name", sorted(NAMED_TEMPLATES))

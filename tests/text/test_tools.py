@@ -8,16 +8,25 @@ from typing import Any
 
 import pytest
 
-from data_prep.lib.records import parse_context, parse_turns
-from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, TextSpan
-from megatron_llama.text.conversation import REASONING_OMITTED, RecordError, TemplateContext, Turn, called_functions
-from tests.data_prep.helpers import SPECIAL
+from data_prep.lib.records import parse_record, parse_turns
+from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja
+from megatron_llama.text.conversation import (
+    REASONING_OMITTED,
+    RecordError,
+    TemplateContext,
+    Turn,
+    called_functions,
+    check_control_tokens,
+    parse_calls,
+)
+from tests.data_prep.helpers import SPECIAL, shown
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"name": "weather", "description": "Weather of a city.", "parameters": PARAMETERS}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 CALL = {"name": "weather", "arguments": {"city": "Zürich", "days": 2}}
 RESULT = '{"sky": "clear"}'
+REPLACED = "Hermes's system text replaced by its tools"
 ASK, ANSWER = "How is the weather in Zürich?", "It is clear."
 TURNS = [
     Turn("user", ASK),
@@ -88,9 +97,22 @@ ARROW = {  # with null for each missing key
     "record", [OPENAI, LEGACY, SHAREGPT, HERMES, ARROW], ids=["o", "legacy", "s", "hermes", "arrow"]
 )
 def test_shapes_of_records(record: dict[str, Any]) -> None:
-    turns, notes = parse_turns(record, "auto")
-    assert turns == TURNS and parse_context(record) == TemplateContext((*TOOLS,))
-    assert notes == (["Hermes's system text replaced by its tools"] if record is HERMES else [])
+    conversations, context, notes = parse_record(record, "auto")
+    assert conversations == [TURNS] and context == TemplateContext((*TOOLS,))
+    assert notes == ([REPLACED] if record is HERMES else [])
+
+
+def test_hermes_in_a_pair_and_in_a_text_of_the_user() -> None:
+    """Only a system text lists tools, in each format."""
+    *prompt, answer = HERMES["conversations"]
+    rejected = [{"from": "gpt", "value": "No."}]
+    conversations, context, notes = parse_record({"prompt": prompt, "chosen": [answer], "rejected": rejected}, "pairs")
+    assert context == TemplateContext((*TOOLS,)) and REPLACED in notes
+    for turns, text in zip(conversations, (ANSWER, "No."), strict=True):
+        assert [turn.role for turn in turns] == ["user", "assistant", "tool", "assistant"] and turns[-1].text == text
+    quoted = {"conversations": [{**prompt[0], "from": "human"}, answer]}
+    conversations, context, notes = parse_record(quoted, "auto")
+    assert "<tools>" in conversations[0][0].text and not context.tools and not notes
 
 
 @pytest.mark.parametrize(
@@ -106,8 +128,7 @@ def test_shapes_of_records(record: dict[str, Any]) -> None:
 )
 def test_bad_tools(record: dict[str, Any]) -> None:
     with pytest.raises(RecordError) as refused:
-        parse_context(record)
-        parse_turns(record, "auto")
+        parse_record(record, "auto")
     assert refused.value.reason == "bad_tools"
 
 
@@ -173,17 +194,11 @@ MISTRAL = """{{- bos_token }}{%- for message in messages %}
 {{- message.tool_call_id + '"}[/TOOL_RESULTS]' }}{%- endif %}{%- endfor %}"""
 LEARNED = {
     "llama 3.1": (LLAMA31, '«{"name": "weather", "parameters": {"city": "Zürich", "days": 2}}<|im_end|>»'),
-    "qwen 2.5": (
-        QWEN25,
-        '«<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call><|im_end|>»',
-    ),
-    "qwen 3": (
-        QWEN3,
-        '«<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call><|im_end|>»',
-    ),
+    "qwen 2.5": (QWEN25, f"«<tool_call>\n{json.dumps(CALL, ensure_ascii=False)}\n</tool_call><|im_end|>»"),
+    "qwen 3": (QWEN3, f"«<tool_call>\n{json.dumps(CALL, ensure_ascii=False)}\n</tool_call><|im_end|>»"),
     "mistral v3": (
         MISTRAL,
-        '«[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Zürich", "days": 2}, "id": "call00001"}]<|im_end|>»',
+        f'«[TOOL_CALLS] [{json.dumps(CALL, ensure_ascii=False)[:-1]}, "id": "call00001"}}]<|im_end|>»',
     ),
 }
 
@@ -192,14 +207,9 @@ def template(source: str, **variables: Any) -> Jinja:
     return Jinja(source, {**SPECIAL, **variables}, ["<|im_end|>"], "test")
 
 
-def shown(spans: list[TextSpan]) -> str:
-    return "".join(f"«{span.text}»" if span.learn else span.text for span in spans)
-
-
-def with_ids(turns: list[Turn]) -> list[Turn]:
-    call = {"id": "call00001", "type": "function", "function": CALL}
-    answers = [turns[0], Turn("assistant", turns[1].text, extra={**turns[1].extra, "tool_calls": [call]})]
-    return [*answers, Turn("tool", RESULT, extra={"tool_call_id": "call00001"}), *turns[3:]]
+CALLED = {"tool_calls": [{"id": "call00001", "type": "function", "function": CALL}]}
+RETURNED = Turn("tool", RESULT, extra={"tool_call_id": "call00001"})
+WITH_IDS = [TURNS[0], Turn("assistant", "", extra=CALLED), RETURNED, TURNS[3]]
 
 
 @pytest.mark.parametrize("name", LEARNED)
@@ -207,10 +217,9 @@ def test_published_templates(name: str, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     source, learned = LEARNED[name]
-    turns = with_ids(TURNS)
-    spans = template(source).render_spans(turns, TemplateContext(TOOLS))
+    spans = template(source).render_spans(WITH_IDS, TemplateContext(TOOLS))
     theirs = AutoTokenizer.from_pretrained(str(folder)).apply_chat_template(
-        [turn.message for turn in turns], tools=TOOLS, chat_template=source, tokenize=False
+        [turn.message for turn in WITH_IDS], tools=TOOLS, chat_template=source, tokenize=False
     )
     assert "".join(span.text for span in spans) == theirs
     text = shown(spans)
@@ -233,11 +242,10 @@ def test_omitted_tools_and_calls_are_reported(source: str, lost: str, reason: st
     assert refused.value.reason == reason and lost in str(refused.value)
 
 
-def test_named_templates_have_no_tools() -> None:
-    for turns, context in ((TURNS[::3], TemplateContext(TOOLS)), (TURNS, TemplateContext())):
-        with pytest.raises(RecordError) as refused:
-            NAMED_TEMPLATES["chatml"].render_spans(turns, context)
-        assert refused.value.reason == "tools_not_supported"
+@pytest.mark.parametrize(("turns", "tools"), [(TURNS[::3], TOOLS), (TURNS, [])])
+def test_named_templates_have_no_tools(turns: list[Turn], tools: list[dict[str, Any]]) -> None:
+    with pytest.raises(RecordError, match="no text for tools"):
+        NAMED_TEMPLATES["chatml"].render_spans(turns, TemplateContext(tools))
 
 
 THOUGHT = [TURNS[0], Turn("assistant", ANSWER, extra={"reasoning_content": "The sky is clear."})]
@@ -260,7 +268,27 @@ def test_variables_of_a_template() -> None:
     for made in (template(QWEN3, **off).ask(TURNS[:1]), template(QWEN3).ask(TURNS[:1], TemplateContext(variables=off))):
         assert made[0].text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     record = {"prompt": "q", "completion": "a", "chat_template_kwargs": {**off, "x": None}}
-    assert parse_context(record) == TemplateContext(variables=off)
+    assert parse_record(record, "auto")[1] == TemplateContext(variables=off)
+
+
+def test_reasoning_after_another_generation_prompt_is_learned() -> None:
+    """The prompt without thinking ends in an empty thought, which the record's answer replaces."""
+    text = shown(template(QWEN3, enable_thinking=False).render_spans(THOUGHT))
+    assert f"<think>\n«The sky is clear.\n</think>\n\n{ANSWER}<|im_end|>»" in text
+
+
+@pytest.mark.parametrize("place", ["text", "call", "reasoning", "tool"])
+def test_control_tokens_are_refused_in_all_parts_of_a_record(place: str) -> None:
+    bad = "a<|im_end|>"
+    turns = {
+        "text": [Turn("user", bad)],
+        "call": [Turn("assistant", "", extra={"tool_calls": parse_calls({"name": "f", "arguments": {"x": bad}})})],
+        "reasoning": [Turn("assistant", "a", extra={"reasoning_content": bad})],
+    }.get(place, TURNS)
+    context = TemplateContext([{**TOOLS[0], "description": bad}] if place == "tool" else TOOLS)
+    with pytest.raises(RecordError, match="contains <.im_end.>"):
+        check_control_tokens(turns, context, ["<|im_end|>"])
+    check_control_tokens(TURNS, TemplateContext(TOOLS), ["<|im_end|>"])
 
 
 MARKED = """{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}

@@ -70,7 +70,6 @@ def export_foreign(
     """
     export.check_output(out)
     manifest = read_manifest(checkpoint)
-    manifest.check_sizes()
     model, finetune = export.model_of(manifest), finetune_of(manifest)
     export.check_options(checkpoint, model, finetune, merge, base)
     if finetune.method == "lora" and not merge:

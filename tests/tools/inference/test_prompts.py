@@ -157,9 +157,8 @@ def test_the_own_template_is_found_where_preparation_finds_it(folders: Path, tmp
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ '' }}"}))
     for content, rule in (("Hello", r"is\s+not\s+in\s+its\s+text"), (" ", r"its\s+text\s+has\s+no\s+token")):
         with pytest.raises(ConfigError, match=rule):
-            PromptBuilder(HuggingFaceTokenizer(tmp_path), TrainedTemplate("own")).ids(
-                [{"role": "user", "content": content}]
-            )
+            prompts = PromptBuilder(HuggingFaceTokenizer(tmp_path), TrainedTemplate("own"))
+            prompts.ids([{"role": "user", "content": content}])
 
 
 @pytest.mark.parametrize("name", ["plain", "bos"])
