@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from megatron_llama.tools import slurm
 from megatron_llama.tools.doctor.examination import DoctorReport
 from megatron_llama.tools.doctor.finding import Finding, NodeState
 from megatron_llama.tools.doctor.network import ClockReading
@@ -211,8 +212,8 @@ def test_each_run_of_a_sweep_is_a_job(
 ) -> None:
     for name, value in lab.client.items():
         monkeypatch.setenv(name, value)
-    for name in ("ROOT", "BATCH_FOLDER"):
-        monkeypatch.setattr(launchers, name, lab.checkout)
+    for module in (slurm, launchers):
+        monkeypatch.setattr(module, "BATCH_FOLDER", lab.checkout)
     folder = tmp_path / "s"
     options = f"--nodes=2 --output={lab.checkout}/slurm-%j.out"
     line = ["-m", f"--slurm={options}", *TINY, "trainer.steps=3", "optim.lr=1e-3,1e-4", f"run.dir={folder}"]
