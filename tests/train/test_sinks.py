@@ -24,6 +24,7 @@ import pytest
 from matplotlib import pyplot
 
 from megatron_llama.plan import parameters
+from megatron_llama.plan.rules import data
 from megatron_llama.system.errors import MachineError
 from megatron_llama.train import sinks
 from megatron_llama.train.loss_curve import SMOOTHING, describe, draw, draw_run, moving_average
@@ -266,7 +267,7 @@ SERVICES = {
 def installed(monkeypatch: Patch) -> None:
     """The packages pass the plan's check."""
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in SERVICES else find_spec(name))
+    monkeypatch.setattr(data, "find_spec", lambda name: name if name in SERVICES else find_spec(name))
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -326,7 +327,7 @@ def test_a_service_never_stops_a_run(
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_missing_package_is_rejected(monkeypatch: Patch, name: str) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda package: None if package == name else object())
+    monkeypatch.setattr(data, "find_spec", lambda package: None if package == name else object())
     value = "offline" if name == "wandb" else "mine"
     (problem,) = problems_of(make(**{f"logging.{name}": value}), 1)
     assert problem.field == f"logging.{name}" and "pip install" in problem.instead and f"[{name}]" in problem.instead

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_llama.arch.checkpoint_formats import LABELS, OURS, WEIGHTS_ONLY, is_foreign, recognize
@@ -338,12 +338,12 @@ def _packages(config: Config) -> Iterator[Problem]:
     """
     for name, off in (("wandb", "off"), ("trackio", None), ("mlflow", None)):
         value = getattr(config.logging, name)
-        if value != off and importlib.util.find_spec(name) is None:
+        if value != off and find_spec(name) is None:
             advice = f"{pip_install(extra=name)}, or write logging.{name}={format_value(off)}"
             rule = f"the package {name} is not installed"
             yield Problem(f"logging.{name}", value, rule, advice, machine_specific=True)
     target = str(config.optim.schedule.get("_target_") or "megatron_llama")
     package = target.partition(".")[0]
-    if importlib.util.find_spec(package) is None:
+    if find_spec(package) is None:
         advice = "install it, or write optim=cosine, linear, constant or wsd"
         yield Problem("optim.schedule._target_", target, f"the package {package} is not installed", advice)
