@@ -423,12 +423,12 @@ class FinetuneConfig:
     modules_to_save: Annotated[list[str], some_of(SAVED_MODULES)] = field(default_factory=list)
     """Modules that are also trained in full. Names are embed_tokens, lm_head, norm (all norms, by the ending, as in
     PEFT), input_layernorm, post_attention_layernorm and post_feedforward_layernorm."""
-    objective: Annotated[str, one_of("sft", "dpo")] = "sft"
-    """Loss: the cross entropy (sft), or direct preference optimization of pairs of answers (dpo). DPO is the loss of
-    Rafailov et al. 2023, arXiv:2305.18290, with the initial weights as reference. See
-    docs/guides/data/preferences.md"""
+    objective: Annotated[str, one_of("sft", "dpo", "orpo")] = "sft"
+    """Loss: the cross entropy (sft), or of pairs of answers, direct (dpo) or by odds ratio (orpo). DPO is the loss of
+    Rafailov et al. 2023, arXiv:2305.18290, with the initial weights as reference; ORPO, of Hong et al. 2024,
+    arXiv:2403.07691, has no reference. See docs/guides/data/preferences.md"""
     beta: Annotated[float, above_zero()] = 0.1
-    """DPO's beta: a larger value keeps the weights closer to the initial ones."""
+    """DPO's beta: a larger value keeps the weights closer to the initial ones. Weight of the odds ratio in ORPO."""
     loss_type: Annotated[str, one_of("sigmoid", "hinge", "ipo")] = "sigmoid"
     """DPO's loss of a pair, with TRL's names. Hinge is of SLiC (Zhao et al. 2023, arXiv:2305.10425); ipo compares log
     probabilities per token (Azar et al. 2023, arXiv:2310.12036)."""

@@ -1,6 +1,7 @@
-"""Loss of direct preference optimization (DPO, Rafailov et al. 2023, arXiv:2305.18290) on pairs of answers.
+"""Losses of pairs of answers: direct preference optimization (DPO, Rafailov et al. 2023, arXiv:2305.18290), and by odds
+ratio (ORPO, Hong et al. 2024, arXiv:2403.07691).
 
-A pair's loss is a function of four log probabilities: of both answers, from the trained and from the initial weights.
+A pair's loss is a function of log probabilities: of both answers from the trained and, for DPO, the initial weights.
 The derivative by a token's log probability is the same for all tokens of an answer. So the head runs twice: the first
 pass computes the tokens' log probabilities, and the second one the cross entropy, weighted by these derivatives.
 
@@ -45,8 +46,8 @@ class Pairs:
     count: Tensor
     """Number of pairs, int64 scalar; 0 except on the first context-parallel rank."""
     reference: Tensor | None = None
-    """[b, 2 * pairs], int64: log probabilities of the answers with the initial weights, times SCALE. None: the head
-    computes them, and no loss."""
+    """[b, 2 * pairs], int64: log probabilities of the answers with the initial weights, times SCALE; 0 for ORPO. None:
+    the head computes them, and no loss."""
 
     def on(self, move: Callable[[Tensor], Tensor]) -> Pairs:
         """Return a copy on the device to which ``move`` takes tensors."""
@@ -107,22 +108,30 @@ class PreferenceLoss:
 
         Shapes: fp32 [metrics + 1] and fp32 [b, 2 * pairs].
         """
-        beta, is_pair = self.finetune.beta, pairs.numbers >= 0
+        beta, is_pair, by_odds = self.finetune.beta, pairs.numbers >= 0, self.finetune.objective == "orpo"
         assert pairs.reference is not None
         with torch.enable_grad():
             ratios = ((logps - pairs.reference).float() / SCALE).requires_grad_()
             # IPO compares means over an answer's tokens, as TRL does with its authors' consent.
-            scores = ratios / pairs.lengths.clamp(min=1) if self.finetune.loss_type == "ipo" else ratios
+            scores = ratios / pairs.lengths.clamp(min=1) if by_odds or self.finetune.loss_type == "ipo" else ratios
             chosen, rejected = scores.unflatten(1, (-1, 2)).unbind(2)
-            losses = self._losses(chosen - rejected) * is_pair
+            losses = (self._orpo(chosen, rejected) if by_odds else self._dpo(chosen - rejected)) * is_pair
             (derivatives,) = torch.autograd.grad(losses.sum(), ratios)
-        policy, rewards = (each.unflatten(1, (-1, 2)).unbind(2) for each in (logps.float() / SCALE, beta * ratios))
+        # TRL reports ORPO's means over an answer's tokens, and DPO's sums.
+        values = (scores, beta * scores) if by_odds else (logps.float() / SCALE, beta * ratios)
+        policy, rewards = (each.detach().unflatten(1, (-1, 2)).unbind(2) for each in values)
         margins = rewards[0] - rewards[1]
         metrics = (*rewards, margins > 0, margins, *policy)
         assert len(metrics) == len(PREFERENCE_METRICS)
         return torch.stack([(value * is_pair).sum() for value in (losses, *metrics)]), derivatives
 
-    def _losses(self, margins: Tensor) -> Tensor:
+    def _orpo(self, *answers: Tensor) -> Tensor:
+        """Return the loss of each pair, Eq. 6, from the mean log probabilities of chosen and rejected answers."""
+        # Probabilities below 1, also of missing pairs.
+        chosen, rejected = (each - (-each.clamp(max=-1e-6).expm1()).log() for each in answers)
+        return -answers[0] - self.finetune.beta * F.logsigmoid(chosen - rejected)
+
+    def _dpo(self, margins: Tensor) -> Tensor:
         """Return the loss of each pair from the difference of its two scores, as TRL's DPOTrainer."""
         beta, smoothing = self.finetune.beta, self.finetune.label_smoothing
         if self.finetune.loss_type == "hinge":

@@ -25,7 +25,7 @@ def build_steps(plan: Plan) -> dict[str, str]:
         "pp": f"pp {trainer.pp}{f' x {trainer.vpp}' * (trainer.vpp > 1)}" if trainer.pp > 1 else "",
         "cp": f"cp {trainer.cp} by {trainer.cp_comm}" if trainer.cp > 1 else "",
         "exact": "exact" if trainer.exact else "",
-        "preference": f"{finetune.objective} {finetune.loss_type}" if finetune.metrics else "",
+        "preference": {"sft": "", "dpo": f"dpo {finetune.loss_type}"}.get(finetune.objective, finetune.objective),
         "QK-Clip": "" if plan.config.optim.qk_clip is None else "QK-Clip",
         "fused operators": "fused operators" if fuses else "",
         "quantized": f"{plan.quantized} matrices" if plan.quantized else "",

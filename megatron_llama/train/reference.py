@@ -46,6 +46,9 @@ def add_reference(plan: Plan, model: ParallelModel, data: Data) -> None:
     sets: list[tuple[str | None, Batches]] = [(None, data.train), *data.validation.items()]
     for name, batches in sets:
         samples = cast(SFTDataset, batches.samples)
+        if plan.config.finetune.objective == "orpo":  # it has no reference
+            samples.reference = np.zeros((len(samples.examples), 2), dtype=np.int64)
+            continue
         path = broadcast_from_rank_0(lambda name=name: _path(plan, name))  # type: ignore[misc]
         samples.reference = broadcast_from_rank_0(lambda path=path: _read(path))  # type: ignore[misc]
         if samples.reference is not None and len(samples.reference) == len(samples.examples):

@@ -121,7 +121,7 @@ BOUNDS: dict[str, Bounds] = {
         [["down_proj", "q_proj"]],
     ),
     "finetune.modules_to_save": ([["wte"], ["embed"], ["norm", "norm"]], [[], ["lm_head", "norm"]]),
-    "finetune.objective": (["ppo"], ["sft", "dpo"]),
+    "finetune.objective": (["ppo"], ["sft", "dpo", "orpo"]),
     "finetune.loss_type": (["robust"], ["sigmoid", "hinge", "ipo"]),
     "finetune.label_smoothing": ([-0.1, 1.0], [0.0, 0.5]),
     "finetune.frozen_dtype": (["int4", "bfloat16", "fp4"], ["fp32", "bf16", "int8", "nf4", None]),

@@ -80,6 +80,12 @@ def theirs(rank: int, plan: Plan, base: Path) -> Tuned:
                     "hinge": torch.relu(1 - margin),
                     "ipo": (means[0] - means[1] - 1 / (2 * finetune.beta)) ** 2,
                 }[finetune.loss_type]
+                if finetune.objective == "orpo":
+                    policy = [logp / sum(mask[1:]) for logp, (_, mask) in zip(policy, pairs[number], strict=True)]
+                    odds = [mean - (1 - mean.exp()).log() for mean in policy]
+                    loss = -policy[0] - finetune.beta * F.logsigmoid(odds[0] - odds[1])
+                    rewards = [finetune.beta * mean for mean in policy]
+                    margin = rewards[0] - rewards[1]
                 values.append(torch.stack((loss, *rewards, (margin > 0).float(), margin, *policy)))
         loss, *metrics = torch.stack(values).mean(dim=0)
         metrics_of_steps.append([value.item() for value in metrics])
@@ -105,6 +111,8 @@ LAYOUTS = {
     # Without a larger eps, Adam amplifies the oracle's rounding errors to 2.6e-5 of an fp64 run.
     "ipo": (1, ["finetune.loss_type=ipo", "optim.eps=1e-5"]),
     "hinge": (1, ["finetune.loss_type=hinge"]),
+    "orpo": (1, ["finetune.objective=orpo"]),
+    "orpo, packed, cp2·tp2+sp": (4, ["finetune.objective=orpo", "data.pack=true", "trainer.cp=2", "trainer.tp=2"]),
     "smoothing": (1, ["finetune.label_smoothing=0.2"]),
     "packed, tp2+sp": (2, ["data.pack=true", "trainer.tp=2"]),
     "pp2": (2, ["trainer.pp=2"]),
@@ -115,7 +123,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), {"packed, tp2+sp", "ipo, cp2·tp2+sp"}))
+@pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), {"packed, tp2+sp", "ipo, cp2·tp2+sp", "orpo"}))
 def test_dpo(ranks: int, layout: list[str], world: World, tmp_path: Path) -> None:
     changes = settings(tmp_path / "data", world, *layout)
     plan = make_plan(1, tmp_path, *(one for one in changes if not one.startswith("trainer.") or one == MICRO_1))

@@ -121,6 +121,7 @@ ROWS = [
     ("need", 1, "TUNED beta=0.5", "objective=dpo"),
     ("need", 1, "TUNED loss_type=ipo", "objective=dpo"),
     ("need", 1, "TUNED label_smoothing=0.1", "objective=dpo"),
+    ("need", 1, "TUNED objective=orpo loss_type=ipo", "loss_type=sigmoid"),
     ("need", 1, "DPO method=none", "method=full init_from=/models/one"),
     ("conflict", 1, "DPO method=lora adapter=folder", "adapter=null"),
     ("need", 1, "DPO kind=pretrain", "kind=sft"),
