@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from megatron_llama.config.hf_config import read_hf_config, shape_from_hf, unsupported_architecture
-from megatron_llama.config.problems import Problem, format_value
+from megatron_llama.config.problems import ConfigError, Problem, format_value
+from megatron_llama.config.text_checks import check_interpolations, names_secret
+from megatron_llama.system.files import check_yaml
 from megatron_llama.tools.import_nemo import nemo_keys as keys
-from megatron_llama.tools.import_nemo.engine import Conversion, ConvertedConfig, Kind, is_count, load_tables
-from megatron_llama.tools.import_nemo.nemo_keys import PRESETS, SWITCHES, convert_precision, embedding_rows, is_on
-from megatron_llama.tools.import_nemo.read_yaml import flat, load
+from megatron_llama.tools.import_nemo.engine import Conversion, ConvertedConfig, Kind, is_count, is_on, load_tables
+from megatron_llama.tools.import_nemo.nemo_keys import PRESETS, SWITCHES, convert_precision, embedding_rows
 
 SCHEDULES = {"cosineannealing": "cosine", "linearannealingwithwarmup": "linear", "warmuppolicy": "constant"}
 # Optimizers equal to AdamW; they differ in the location of the optimizer states.
@@ -105,13 +114,10 @@ class NemoConversion(Conversion):
         if self.settings.get("model.tie_word_embeddings") is None and self.get(keys.TIED) is None:
             self.settings["model.tie_word_embeddings"] = True
             self.result.assumed.append("model.tie_word_embeddings=true, NeMo's default; Llama configs set false")
-        if is_on(self.values, "model.scale_positional_embedding"):
-            self.convert_key(
-                "model.scale_positional_embedding", "model.rope_scaling", {"rope_type": "llama3"}, "Llama 3.1's"
-            )
-        if (factor := self.get("model.seq_len_interpolation_factor")) not in (None, 1):
-            scaling = {"rope_type": "linear", "factor": factor}
-            self.convert_key("model.seq_len_interpolation_factor", "model.rope_scaling", scaling, "linear scaling")
+        if is_on(self.values, key := "model.scale_positional_embedding"):
+            self.convert_key(key, "model.rope_scaling", {"rope_type": "llama3"}, "Llama 3.1's")
+        if (factor := self.get(key := "model.seq_len_interpolation_factor")) not in (None, 1):
+            self.convert_key(key, "model.rope_scaling", {"rope_type": "linear", "factor": factor}, "linear scaling")
         # Null in the file, because the script requires it on the command line.
         why = "there is no distillation from a teacher"
         self.record("model.kd_teacher_restore_from_path", Kind.UNSUPPORTED, why=why)
@@ -130,9 +136,8 @@ class NemoConversion(Conversion):
             content = read_hf_config(folder)
         except ValueError as error:
             rule = f"has the shape of the model but cannot be read: {error}"
-            self.problems.append(
-                Problem("model.model_config", path, rule, "write model.model_config=PATH after the file")
-            )
+            instead = "write model.model_config=PATH after the file"
+            self.problems.append(Problem("model.model_config", path, rule, instead))
             return
         self.problems += [
             Problem("model.model_config", path, f"is not supported: {clause}", "write the path of another file")
@@ -141,8 +146,8 @@ class NemoConversion(Conversion):
         for name, value in shape_from_hf(content).items():
             self.settings[f"model.{name}"] = value
         self.record("model.model_config", Kind.RENAMED, "model.*", "shape from that file")
-        for key in ("model.num_attention_heads", "model.layernorm_epsilon", "model.init_method_std"):
-            self.record(key, Kind.MEANINGLESS, why="in model_config")
+        keys = "model.num_attention_heads model.layernorm_epsilon model.init_method_std"
+        self.record(keys, Kind.MEANINGLESS, why="in model_config")
         why = "NxDT's hf models initialize o_proj and down_proj like other matrices; here their std is divided by "
         self.record("model_source", Kind.UNSUPPORTED, why=why + "sqrt(2 * layers), unless weights are loaded")
 
@@ -183,28 +188,15 @@ class NemoConversion(Conversion):
             why = "validation documents are a share of the training dataset (data.split); train is converted"
             self.record("data.data_prefix", Kind.UNSUPPORTED, why=why)
             prefix = prefix.get("train")
-        prefix = [prefix] if isinstance(prefix, str) else prefix
-        # Do not use prepare and tokenizer of the default dataset.
-        self.settings.update({"data.prefixes": prefix or [], "data.prepare": None, "data.tokenizer": None})
-        if prefix:
-            self.settings["data.name"] = self.result.name
-            self.record("data.data_prefix", Kind.RENAMED, f"data.prefixes={format_value(prefix)}")
-        else:
-            self.record("data.data_prefix", Kind.MEANINGLESS, why="not given")
-            if self.source.get("data.data_prefix") is None:
-                self.result.assumed.append(
-                    "no dataset is given: write data.prefixes=[PATH], or data=mock for random tokens"
-                )
+        prefix = [prefix] if isinstance(prefix, str) else prefix or []
+        self.dataset("data.data_prefix", prefix, is_missing=self.source.get("data.data_prefix") is None)
+        self.record("data.data_prefix", Kind.MEANINGLESS, why="not given")
         for key in ("model.tokenizer.model", "data.tokenizer.model"):
             library = self.get(key.replace(".model", ".library")) if key.startswith("data") else None
             library = library or self.get("model.tokenizer.library")
             if self.get(key) is not None and library == "sentencepiece":
                 self.convert_key(key, "data.tokenizer", self.values[key])
-        resets = ("data.reset_attention_mask", "data.reset_position_ids")
-        if all(is_on(self.values, key) for key in resets):
-            for key in resets:
-                self.convert_key(key, "data.document_mask", True)
-            self.settings.setdefault("data.eod_mask_loss", False)
+        self.mask_documents("data.reset_attention_mask", "data.reset_position_ids")
         self._fine_tuning_sets()
 
     def _fine_tuning_sets(self) -> None:
@@ -241,8 +233,7 @@ class NemoConversion(Conversion):
             self.result.assumed.append(
                 f"no validation: {interval}={why}; write {interval}=N after the file, an integer, for every N steps"
             )
-        for key in (interval, limit):
-            self.record(key, Kind.MEANINGLESS, why=why)
+        self.record(f"{interval} {limit}", Kind.MEANINGLESS, why=why)
 
     def optimizer(self) -> None:
         name = str(self.get("model.optim.name", "adamw")).lower()
@@ -303,8 +294,7 @@ class NemoConversion(Conversion):
         self.settings["trainer.precision"] = chosen.name
         written = f"trainer.precision={chosen.name}"
         self.record(chosen.key, Kind.RENAMED if chosen.supported else Kind.UNSUPPORTED, written, chosen.why)
-        for key in ("trainer.precision", *SWITCHES):
-            self.record(key, Kind.MEANINGLESS, why=f"converted with {chosen.key}")
+        self.record(" ".join(("trainer.precision", *SWITCHES)), Kind.MEANINGLESS, why=f"converted with {chosen.key}")
         if chosen.assumed:
             self.result.assumed.append(chosen.assumed)
         assert chosen.name in (*PRESETS, "bf16", "bf16_sr")
@@ -364,3 +354,92 @@ class NemoConversion(Conversion):
             devices = len(devices)
         if is_count(devices) and is_count(nodes) and devices > 0:  # -1 and auto: all devices of the machine
             self.result.world_size = devices * nodes
+
+
+# The file with command-line overrides, as flat keys.
+
+
+def _multiply(item: Any, other: Any) -> int:
+    """Resolve NeMo's ``multiply`` for integers only, to prevent long repeated strings."""
+    return int(item) * int(other)
+
+
+def load(path: Path, overrides: Sequence[str]) -> DictConfig:
+    """Load the file and apply the overrides."""
+    problems: list[Problem] = []
+    config = OmegaConf.create({})  # overrides are checked even if the file is unusable
+    try:
+        check_yaml(path)
+        content = OmegaConf.load(path)
+        if isinstance(content, DictConfig) and isinstance(content.get("model"), DictConfig):
+            config = content
+        else:
+            rule = "has no model section; it is not a config of NeMo, neuronx-nemo-megatron or NxDT"
+            instead = "write the YAML of the training script"
+            problems.append(Problem("file", str(path), rule, instead))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        reason = str(error.strerror) if isinstance(error, OSError) else " ".join(str(error).split())
+        problems.append(
+            Problem("file", str(path), f"cannot be read as YAML: {reason}", "write the path of a YAML file")
+        )
+    parser = OverridesParser.create()
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+            if not override.key_or_group or override.is_sweep_override():
+                raise ValueError("an override is one name and one value")
+            if override.is_delete():
+                _delete(config, override.key_or_group)
+            else:
+                OmegaConf.update(config, override.key_or_group, override.value(), force_add=True)
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            rule = f"is not an override: {str(error).splitlines()[0]}"
+            problems.append(Problem("override", text, rule, "write it as in model.num_layers=32"))
+    problems += check_interpolations(config, functions=True)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _delete(config: DictConfig, name: str) -> None:
+    above, _, key = name.rpartition(".")
+    section = OmegaConf.select(config, above) if above else config
+    if not isinstance(section, DictConfig) or key not in section.keys():  # noqa: SIM118 - a key may have no value
+        raise ValueError(f"the file has no key {name} to delete")
+    del section[key]
+
+
+def flat(config: DictConfig) -> dict[str, Any]:
+    """Return {key: value} of all leaves, with interpolations resolved if possible; ??? becomes None.
+
+    NeMo's model.data.X becomes data.X, as in NxDT.
+    """
+    OmegaConf.register_new_resolver("multiply", _multiply, replace=True)
+    OmegaConf.register_new_resolver("oc.env", _environment, replace=True)
+    return {key.removeprefix("model.") if key.startswith("model.data.") else key: v for key, v in _leaves(config, "")}
+
+
+def _environment(variable: str, *default: str) -> str | None:
+    """Resolve ``${oc.env:...}`` as omegaconf does. Secrets stay unresolved, or the recipe would contain them."""
+    if names_secret(variable):
+        raise ValueError(f"{variable} is the name of a secret")
+    return oc.env(variable, *default)
+
+
+def _leaves(config: DictConfig, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name in config:
+        key = prefix + str(name)
+        if OmegaConf.is_missing(config, name):
+            yield key, None
+            continue
+        try:
+            value = config[name]
+            plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except (OmegaConfBaseException, ValueError):
+            # A resolver of the original program, or a key of another file (${data_dir} of the launcher).
+            plain = OmegaConf.to_container(config, resolve=False)[name]  # type: ignore[call-overload, index]
+            value = config._get_node(name)
+        if isinstance(value, DictConfig) and value and not key.endswith("data_prefix"):
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, plain

@@ -77,6 +77,10 @@ class KeyTables:
     """{key or section: (supported values, reason)}."""
     ignored: Sequence[tuple[Sequence[str], str]]
     """(patterns of keys, reason). The first match counts."""
+    defaults: Mapping[str, Any]
+    """Settings for keys without a value whose default differs from ours."""
+    notes: Sequence[str]
+    """Differences of each run."""
 
     def convert_unread(self, key: str, value: Any) -> KeyConversion:
         """Convert a key that no subject has read: by supported values, without effect here, or unknown."""
@@ -106,6 +110,8 @@ def load_tables(name: str, prefix: str = "") -> KeyTables:
         {prefix + key: setting for keys, setting in content["settings"].items() for key in keys.split()},
         {prefix + key: (allowed, why) for keys, allowed, why in content["values"] for key in keys.split()},
         [([prefix + pattern for pattern in patterns.split()], why) for patterns, why in content["ignored"]],
+        content.get("defaults", {}),
+        content.get("notes", ()),
     )
 
 
@@ -120,6 +126,11 @@ def find_open_reference(value: Any) -> str:
 def is_count(value: Any) -> bool:
     """Return whether a value is an integer."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_on(values: Mapping[str, Any], key: str) -> bool:
+    """Return whether a switch is on; NxDT writes some as '0' and '1'."""
+    return str(values.get(key, False)).lower() in ("true", "1")
 
 
 class Conversion:
@@ -182,21 +193,40 @@ class Conversion:
         value, self.latest = self.values.get(key), key
         return default if value is None else value
 
-    def convert_key(self, key: str, setting: str, value: Any, why: str = "") -> None:
-        """Convert a key to one setting."""
+    def convert_key(self, keys: str, setting: str, value: Any, why: str = "") -> None:
+        """Convert a key, or several with spaces between them, to one setting."""
         self.settings[setting] = value
-        same = key.rpartition(".")[2].lstrip("-").replace("-", "_") == setting.rpartition(".")[2]
-        self.record(key, Kind.TAKEN if same else Kind.RENAMED, f"{setting}={format_value(value)}", why)
+        for key in keys.split():
+            same = key.rpartition(".")[2].lstrip("-").replace("-", "_") == setting.rpartition(".")[2]
+            self.record(key, Kind.TAKEN if same else Kind.RENAMED, f"{setting}={format_value(value)}", why)
 
-    def record(self, key: str, kind: Kind, setting: str = "", why: str = "") -> None:
-        """Record the conversion of a key of the file; the first record counts."""
-        if key in self.values:
-            self.conversions.setdefault(key, KeyConversion(key, self.values[key], kind, setting, why))
+    def record(self, keys: str, kind: Kind, setting: str = "", why: str = "") -> None:
+        """Record the conversion of keys of the file, with spaces between them; the first record of a key counts."""
+        for key in keys.split():
+            if key in self.values:
+                self.conversions.setdefault(key, KeyConversion(key, self.values[key], kind, setting, why))
 
-    def record_default(self, key: str, value: Any, why: str) -> None:
-        """Record a key that the source omits, and whose default is a different model or training."""
-        if self.get(key) is None:
-            self.conversions.setdefault(key, KeyConversion(key, value, Kind.UNSUPPORTED, why=f"its default; {why}"))
+    def record_defaults(self, value: Any, *keys: str) -> None:
+        """Record keys that the source omits, and whose default is a different model or training."""
+        for key in keys:
+            if self.get(key) is None:
+                why = f"its default; {self.tables.values[key][1]}"
+                self.conversions.setdefault(key, KeyConversion(key, value, Kind.UNSUPPORTED, why=why))
+
+    def dataset(self, key: str, prefixes: Sequence[Any], *, is_missing: bool = True) -> None:
+        """Convert the prefixes of a dataset; without them the run has none, and not the default one."""
+        self.settings |= {"data.prefixes": prefixes, "data.prepare": None, "data.tokenizer": None}
+        if prefixes:
+            self.settings["data.name"] = self.result.name
+            self.convert_key(key, "data.prefixes", prefixes)
+        elif is_missing:
+            self.assumed.append("no dataset is given: write data.prefixes=[PATH], or data=mock for random tokens")
+
+    def mask_documents(self, *switches: str) -> None:
+        """Convert the switches that end attention and positions at documents, and together mask them."""
+        if all(is_on(self.values, key) for key in switches):
+            self.convert_key(" ".join(switches), "data.document_mask", True)
+            self.settings.setdefault("data.eod_mask_loss", False)
 
     def require(self, key: str, example: str = "N") -> None:
         """Record a missing key as a problem, unless the key has one."""

@@ -130,10 +130,9 @@ class MegatronConversion(Conversion):
         if kinds and (get("--disable-bias-linear") or kinds[0] == "--qk-layernorm"):
             kind = "qwen2" if kinds[0] == "--add-qkv-bias" else "qwen3"
             self.convert_key(kinds[0], "model.model_type", kind)
-        self.record_default("--normalization", "LayerNorm", "norms are RMSNorm")
-        self.record_default("--swiglu", False, "the feed-forward is SwiGLU")
-        for key in ("--hidden-dropout", "--attention-dropout"):
-            self.record_default(key, 0.1, "there is no dropout")
+        self.record_defaults("LayerNorm", "--normalization")
+        self.record_defaults(False, "--swiglu")
+        self.record_defaults(0.1, "--hidden-dropout", "--attention-dropout")
         size = get("--vocab-size", get("--padded-vocab-size"))
         if size is not None:
             null = "the end-of-document token of NullTokenizer is omitted" if self._tokenizer("Null") else ""
@@ -152,7 +151,7 @@ class MegatronConversion(Conversion):
     def positions(self) -> None:
         """Convert the rotary embedding and the window of attention."""
         if not self.get("--use-rotary-position-embeddings"):
-            self.record_default("--position-embedding-type", "learned_absolute", "positions are rotary")
+            self.record_defaults("learned_absolute", "--position-embedding-type")
         factor, stretch = self.get("--rope-scaling-factor", 8.0), self.get("--rotary-seq-len-interpolation-factor")
         if self.get("--use-rope-scaling"):
             scaling = {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": 8192}
@@ -185,9 +184,10 @@ class MegatronConversion(Conversion):
         else:
             rule = "cosine, linear, constant and WSD are supported; cosine is written"
             self.record("--lr-decay-style", Kind.UNSUPPORTED, why=rule)
-        if style == "WSD" and self.get("--lr-wsd-decay-style", "exponential") != "linear":
-            self.record("--lr-wsd-decay-style", Kind.UNSUPPORTED, why="the decay is linear")
-            self.record_default("--lr-wsd-decay-style", "exponential", "the decay is linear")
+        if style == "WSD":
+            self.record_defaults("exponential", "--lr-wsd-decay-style")
+        else:
+            self.record("--lr-wsd-decay-style", Kind.MEANINGLESS, why="converted with other flags")
         self.settings |= {"optim.warmup_steps": 0, "optim.constant_steps": 0, "optim.min_lr": 0.0}
         self.settings |= {"optim.weight_decay": 0.01, "optim.name": "adamw"}
         for key, setting in {
@@ -203,8 +203,7 @@ class MegatronConversion(Conversion):
         if isinstance(fraction, float | int) and is_count(ends):
             self.convert_key("--lr-warmup-fraction", "optim.warmup_steps", int(fraction * ends))
         betas = [self.get("--adam-beta1", 0.9), self.get("--adam-beta2", 0.999)]
-        for key in ("--adam-beta1", "--adam-beta2"):
-            self.convert_key(key, "optim.betas", betas)
+        self.convert_key("--adam-beta1 --adam-beta2", "optim.betas", betas)
         self.convert_key("--clip-grad", "optim.clip", self.get("--clip-grad", 1.0) or None)
 
     def data(self) -> None:
@@ -212,19 +211,10 @@ class MegatronConversion(Conversion):
         key = "--data-path" if self.get("--data-path") else "--train-data-path"
         prefixes = self.get(key) or []
         prefixes = [prefixes] if isinstance(prefixes, str) else [_parse(text) for text in prefixes]
-        self.settings |= {"data.prefixes": prefixes, "data.prepare": None, "data.tokenizer": None}
-        if prefixes:
-            self.settings["data.name"] = self.result.name
-            self.convert_key(key, "data.prefixes", prefixes)
-        elif not self.get("--mock-data"):
-            self.assumed.append("no dataset is given: write data.prefixes=[PATH], or data=mock for random tokens")
+        self.dataset(key, prefixes, is_missing=not self.get("--mock-data"))
         if self._tokenizer("SentencePiece", "Llama2") and self.get("--tokenizer-model"):
             self.convert_key("--tokenizer-model", "data.tokenizer", self.get("--tokenizer-model"))
-        resets = ("--reset-attention-mask", "--reset-position-ids")
-        if all(map(self.get, resets)):
-            for key in resets:
-                self.convert_key(key, "data.document_mask", True)
-            self.settings["data.eod_mask_loss"] = False
+        self.mask_documents("--reset-attention-mask", "--reset-position-ids")
 
     def layout(self) -> None:
         """Convert the sharding over data-parallel ranks, pipeline stages and recomputation."""
@@ -245,8 +235,8 @@ class MegatronConversion(Conversion):
             each = (layers - sum(filter(None, ends))) // max(middle, 1)
             stages = [*ends[:1], *[each] * middle, *ends[1:]]
             self.settings["trainer.pipeline_layers"] = [stage for stage in stages if stage is not None]
-        for key in ("--pipeline-model-parallel-layout", "--pipeline-model-parallel-split-rank"):
-            self.record(key, Kind.SAME_TRAINING, why="write trainer.pipeline_layers=[...], the layers of each stage")
+        keys = "--pipeline-model-parallel-layout --pipeline-model-parallel-split-rank"
+        self.record(keys, Kind.SAME_TRAINING, why="write trainer.pipeline_layers=[...], the layers of each stage")
         recompute = get("--recompute-granularity", "selective" if get("--recompute-activations") else "none")
         key = "--recompute-granularity" if get("--recompute-granularity") else "--recompute-activations"
         self.convert_key(key, "trainer.recompute", recompute)
@@ -276,14 +266,11 @@ class MegatronConversion(Conversion):
             self.record("--load", Kind.UNSUPPORTED, why=why)
         if not self.get("--eval-interval") or self.get("--eval-iters") == 0:
             self.settings["trainer.val_every_steps"] = None
-            for key in ("--eval-interval", "--eval-iters"):
-                self.record(key, Kind.MEANINGLESS, why="there is no validation without both")
-        for key in ("--tensorboard-dir", "--wandb-project"):
-            setting = ("logging.tensorboard", True) if "tensor" in key else ("logging.wandb", "online")
-            if self.get(key):
-                self.settings[setting[0]] = setting[1]
+            self.record("--eval-interval --eval-iters", Kind.MEANINGLESS, why="there is no validation without both")
         if self.get("--tensorboard-dir"):
-            self.record("--tensorboard-dir", Kind.RENAMED, "logging.tensorboard=true", "in the run's folder")
+            self.convert_key("--tensorboard-dir", "logging.tensorboard", True, "in the run's folder")
+        if self.get("--wandb-project"):
+            self.settings["logging.wandb"] = "online"
         if self.get(key := "--save-retain-interval"):
             self.settings["checkpoint.keep"] = 1
             self.convert_key(key, "checkpoint.keep_every", self.get(key))

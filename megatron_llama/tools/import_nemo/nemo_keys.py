@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_llama.config.hf_config import read_hf_config
 from megatron_llama.text.tokenizer import vocabulary_size
+from megatron_llama.tools.import_nemo.engine import is_on
 
 LAYOUT = "distributed_strategy."
 TIED = "model.share_embeddings_and_output_weights"
@@ -77,11 +78,6 @@ def convert_precision(values: Mapping[str, Any]) -> PrecisionChoice:
     elif kind == "bf16-true":
         why = "bf16 weights without fp32 master weights lose small updates; bf16 has master weights"
     return PrecisionChoice("bf16", key, why, supported=False)
-
-
-def is_on(values: Mapping[str, Any], key: str) -> bool:
-    """Return whether a switch is on; NxDT writes some as '0' and '1'."""
-    return str(values.get(key, False)).lower() in ("true", "1")
 
 
 def _nxdt(values: Mapping[str, Any]) -> PrecisionChoice:

@@ -23,11 +23,6 @@ _DEBUG: dict[str, Any] = {"vocab_size": 2048, "hidden_size": 256, "intermediate_
 _DEBUG |= {"num_attention_heads": 16, "rope_theta": 500000.0}
 _SCALING = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
 _SCHEDULES = {"linear": "linear", "cosine": "cosine"}
-_NOTES = (
-    "initial weights: torchtitan draws the embedding with std 1 and the output head with hidden_size ** -0.5; here "
-    "model.initializer_range is the std of all",
-    "weight decay: torchtitan decays norms too; here they are exempt",
-)
 
 
 def convert_toml(path: Path, given: Mapping[str, str]) -> ConvertedConfig:
@@ -65,11 +60,10 @@ class TorchtitanConversion(Conversion):
 
     def subjects(self) -> None:
         """Convert all subjects. torchtitan's defaults are written first."""
-        self.settings |= {"model.name": self.result.name, "data.prefixes": [], "data.prepare": None}
-        self.settings |= {"data.tokenizer": None, "trainer.steps": 10000, "trainer.micro_batch_size": 8}
-        self.settings |= {"data.seq_length": 2048, "optim.warmup_steps": 200, "optim.lr": 8e-4, "optim.eps": 1e-8}
-        self.settings |= {"optim.weight_decay": 0.1, "optim.constant_steps": 0}
-        self.assumed += [*_NOTES, "no dataset is given: write data.prefixes=[PATH], or data=mock for random tokens"]
+        self.settings["model.name"] = self.result.name
+        self.assumed += self.tables.notes
+        self.dataset("", [])
+        self.settings |= self.tables.defaults
         self.shape()
         self.layout()
         self.batch()
@@ -124,10 +118,9 @@ class TorchtitanConversion(Conversion):
         zero = 2 if reshard == "never" or (reshard == "default" and self.pp > 1) else 3
         if self.shards == 1 or self.get("training.data_parallel_type") == "ddp":
             zero = 0
-        self.settings["trainer.zero"] = zero
         section = "parallelism" if "parallelism.data_parallel_shard_degree" in self.values else "training"
-        self.record(f"{section}.data_parallel_shard_degree", Kind.RENAMED, f"trainer.zero={zero}")
-        self.record("parallelism.fsdp_reshard_after_forward", Kind.RENAMED, f"trainer.zero={zero}")
+        keys = f"{section}.data_parallel_shard_degree parallelism.fsdp_reshard_after_forward"
+        self.convert_key(keys, "trainer.zero", zero)
         if self.replicas > 1 and self.shards > 1:
             key = f"{section}.data_parallel_replicate_degree"
             self.convert_key(key, "trainer.shard_group", self.shards * cp, "ranks that share states")
@@ -160,9 +153,8 @@ class TorchtitanConversion(Conversion):
                 self.assumed.append(f"trainer.global_batch_size={total}: a local batch on each data-parallel rank")
         if self.pp > 1:
             size = self.get("parallelism.pipeline_parallel_microbatch_size", 1)
-            for key in ("training.local_batch_size", "training.batch_size"):
-                self.convert_key(key, "trainer.micro_batch_size", size, "the pipeline's micro batch")
-            self.settings["trainer.micro_batch_size"] = size
+            keys = "training.local_batch_size training.batch_size"
+            self.convert_key(keys, "trainer.micro_batch_size", size, "the pipeline's micro batch")
 
     def optimizer(self) -> None:
         """Convert optimizer and schedule."""
@@ -172,8 +164,7 @@ class TorchtitanConversion(Conversion):
         else:
             self.record("optimizer.name", Kind.UNSUPPORTED, why="AdamW and Adam are supported; adamw is written")
         betas = [self.get("optimizer.beta1", 0.9), self.get("optimizer.beta2", 0.95)]
-        for key in ("optimizer.beta1", "optimizer.beta2"):
-            self.convert_key(key, "optim.betas", betas)
+        self.convert_key("optimizer.beta1 optimizer.beta2", "optim.betas", betas)
         self.convert_key("training.max_norm", "optim.clip", self.get("training.max_norm", 1.0) or None)
         ratio, kind = self.get("lr_scheduler.decay_ratio"), self.get("lr_scheduler.decay_type", "linear")
         steps = self.get("lr_scheduler.total_steps", self.get("training.steps", 10000))
@@ -184,9 +175,8 @@ class TorchtitanConversion(Conversion):
         warmup = self.get("lr_scheduler.warmup_steps", self.get("training.warmup_steps", 200))
         if is_count(steps) and is_count(warmup) and warmup > steps:  # torchtitan warns and does the same
             self.assumed.append(f"optim.warmup_steps={steps}, all steps: the file has {warmup} warm-up steps")
-            warmup = self.settings["optim.warmup_steps"] = steps
-            for key in ("lr_scheduler.warmup_steps", "training.warmup_steps"):
-                self.convert_key(key, "optim.warmup_steps", steps, "at most the steps of the run")
+            warmup, keys = steps, "lr_scheduler.warmup_steps training.warmup_steps"
+            self.convert_key(keys, "optim.warmup_steps", steps, "at most the steps of the run")
         if isinstance(ratio, float | int) and is_count(steps):
             self.result.schedule = "wsd"
             decay = min(round(steps * ratio), steps - warmup if is_count(warmup) else steps)
@@ -201,19 +191,17 @@ class TorchtitanConversion(Conversion):
         """Convert the precision and float8."""
         kind, weights = self.get("training.mixed_precision_param", "bfloat16"), self.get("training.dtype", "float32")
         precision = "bf16_pure" if weights == "bfloat16" else "fp32" if kind == "float32" else "bf16"
-        self.convert_key("training.mixed_precision_param", "trainer.precision", precision)
-        self.convert_key("training.dtype", "trainer.precision", precision)
-        self.settings["trainer.precision"] = precision
+        self.convert_key("training.mixed_precision_param training.dtype", "trainer.precision", precision)
         converters = self.get("model.converters", [])
         converters = converters.split(",") if isinstance(converters, str) else list(converters)
         old = [f"{section}.enable_float8_linear" for section in ("float8", "training")]
         is_on = any("float8" in str(name) for name in converters) or any(map(self.get, old))
         recipe = self.get("quantize.linear.float8.recipe_name", self.get("float8.recipe_name")) or "tensorwise"
         if is_on and recipe in ("tensorwise", "rowwise"):
-            for key in ("model.converters", *old, "quantize.linear.float8.recipe_name", "float8.recipe_name"):
-                self.convert_key(key, "trainer.float8", recipe)
-            for key in ("parallelism.enable_async_tensor_parallel", "experimental.enable_async_tensor_parallel"):
-                self.record(key, Kind.SAME_TRAINING, why="trainer.async_tp excludes trainer.float8")
+            keys = ("model.converters", *old, "quantize.linear.float8.recipe_name", "float8.recipe_name")
+            self.convert_key(" ".join(keys), "trainer.float8", recipe)
+            keys = ("parallelism.enable_async_tensor_parallel", "experimental.enable_async_tensor_parallel")
+            self.record(" ".join(keys), Kind.SAME_TRAINING, why="trainer.async_tp excludes trainer.float8")
         elif is_on:
             why = f"recipe {recipe}: tensorwise and rowwise are supported"
             self.record("model.converters", Kind.UNSUPPORTED, why=why)
@@ -242,8 +230,8 @@ class TorchtitanConversion(Conversion):
         if not on:
             self.convert_key(key, "checkpoint.save_last", False, "there are no checkpoints")
             self.settings["checkpoint.every_minutes"] = 0
-            for name in ("interval", "async_mode", "keep_latest_k", "last_save_in_hf"):
-                self.record(f"checkpoint.{name}", Kind.MEANINGLESS, why="there are no checkpoints")
+            keys = "checkpoint.interval checkpoint.async_mode checkpoint.keep_latest_k checkpoint.last_save_in_hf"
+            self.record(keys, Kind.MEANINGLESS, why="there are no checkpoints")
         else:
             self.record(key, Kind.RENAMED, "checkpoint.save_last=true")
             self.settings["checkpoint.every_steps"] = 500
