@@ -21,7 +21,7 @@ from megatron_llama.tools import slurm
 from megatron_llama.tools.doctor.examination import DoctorReport
 from megatron_llama.tools.doctor.finding import Finding, NodeState
 from megatron_llama.tools.doctor.network import ClockReading
-from megatron_llama.tools.sweep import launchers
+from megatron_llama.tools.sweep import cli
 from megatron_llama.tools.sweep.cli import main
 from tests.paths import ROOT
 from tests.processes import losses
@@ -212,7 +212,7 @@ def test_each_run_of_a_sweep_is_a_job(
 ) -> None:
     for name, value in lab.client.items():
         monkeypatch.setenv(name, value)
-    for module in (slurm, launchers):
+    for module in (slurm, cli):
         monkeypatch.setattr(module, "BATCH_FOLDER", lab.checkout)
     folder = tmp_path / "s"
     options = f"--nodes=2 --output={lab.checkout}/slurm-%j.out"

@@ -3,33 +3,123 @@
 from __future__ import annotations
 
 import os
+import shlex
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
+from types import FrameType
 from typing import Any
 
 import numpy as np
 
-from megatron_llama.cli import CONF_DIR, parse_overrides
+from megatron_llama.cli import CONF_DIR, NO_PLAN, parse_overrides
 from megatron_llama.config import ConfigError, Problem, format_problems
 from megatron_llama.config.conf_folders import check_current_folder
 from megatron_llama.launch.environment import process_context
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan
-from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.files import FolderTaken, locked_folder, write_atomically
 from megatron_llama.system.output import import_pyplot
-from megatron_llama.system.tables import short_count, text_table
+from megatron_llama.system.programs import BATCH_FOLDER, ROOT
+from megatron_llama.system.signals import JOB_SIGNALS, handle_signals
+from megatron_llama.system.tables import markdown_table, short_count, text_table
 from megatron_llama.tools.compare.report import MAX_POINTS
 from megatron_llama.tools.figures import STYLE, as_png
+from megatron_llama.tools.slurm import call, submit
 from megatron_llama.tools.sweep.combinations import RUN_DIR, Combination, Sweep, SweepState, combinations
-from megatron_llama.tools.sweep.launchers import RunFunction, run_dir, run_sequentially, run_slurm_jobs, run_train_py
 from megatron_llama.train.metrics_file import METRICS_FILE, read_run_records
 
 FLAGS = ("-m", "--multirun")
 _SLURM = "--slurm"
+
+STOPPED = (EXIT_RESTART, EXIT_INTERRUPTED, *(128 + number for number in JOB_SIGNALS))
+"""Exit statuses of a run stopped by a signal: the sweep stops too, and the same command resumes it."""
+_POLL_SECONDS = 5.0
+
+RunFunction = Callable[[Sequence[str]], int]
+"""Runs train.py with these arguments and returns its exit status."""
+
+
+def run_sequentially(sweep: Sweep, state: SweepState, run: RunFunction) -> int | None:
+    """Run the unfinished runs. Return the status of a run stopped by a signal, or None after the last run."""
+    unfinished = [combination for combination in sweep.combinations if not state[combination].finished]
+    for number, combination in enumerate(unfinished, start=1):
+        sys.stdout.write(f"\n== run {number} of {len(unfinished)}: {' '.join(combination.overrides)}\n")
+        sys.stdout.flush()
+        status = run([*combination.overrides, run_dir(sweep, combination)])
+        state.update(combination, status=status)
+        if status in STOPPED:
+            return status
+    return None
+
+
+def run_train_py(arguments: Sequence[str]) -> int:
+    """Run ``python train.py --no-plan`` in a subprocess and forward signals to it."""
+    signals: list[int] = []
+    child = subprocess.Popen([sys.executable, str(ROOT / "train.py"), NO_PLAN, *arguments])
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+        if number != signal.SIGINT:  # the terminal sends SIGINT to both
+            child.send_signal(number)
+
+    with handle_signals((signal.SIGINT, *JOB_SIGNALS), forward):
+        status = child.wait()
+    if signals and status == 0:  # the signal arrived between runs or at the end of a run
+        return EXIT_RESTART
+    return 128 - status if status < 0 else status
+
+
+def run_slurm_jobs(sweep: Sweep, state: SweepState, options: str) -> None:
+    """Submit run.slurm for each unfinished run without a queued job, and wait for all jobs.
+
+    After an interruption the same command finds the jobs. Raises ConfigError if sbatch rejects a job.
+    """
+    for combination in sweep.combinations:
+        job = state[combination].job
+        if state[combination].finished or (job is not None and _in_queue([job])):
+            continue
+        words = [*combination.overrides, run_dir(sweep, combination)]
+        instead = "correct the options of sbatch, omit --slurm, or start the sweep on a Slurm login node"
+        state.update(combination, job=submit(shlex.split(options), words, Problem("--slurm", options, "", instead)))
+        sys.stdout.write(f"job {state[combination].job}: {' '.join(combination.overrides)}\n")
+    waiting = [combination for combination in sweep.combinations if not state[combination].finished]
+    sys.stdout.write("Waiting for the jobs. Ctrl-C does not cancel them; run the same command to wait again.\n")
+    sys.stdout.flush()
+    while waiting:
+        queued = _in_queue([str(state[combination].job) for combination in waiting])
+        for combination in [combination for combination in waiting if state[combination].job not in queued]:
+            state.update(combination, status=_status_of(str(state[combination].job)), job=state[combination].job)
+            waiting.remove(combination)
+        time.sleep(_POLL_SECONDS if waiting else 0)
+
+
+def run_dir(sweep: Sweep, combination: Combination) -> str:
+    """Return the run.dir override of a run, quoted because names may contain commas."""
+    return f"run.dir='{(sweep.folder / combination.name).absolute()}'"
+
+
+def _in_queue(jobs: Sequence[str]) -> set[str]:
+    """Return the jobs that are queued or running."""
+    done = call(["squeue", "--noheader", "--format=%i", "--me"])
+    if done.returncode:  # squeue failed, which does not mean that the jobs ended
+        return set(jobs)
+    return set(jobs) & set(done.stdout.split())
+
+
+def _status_of(job: str) -> int:
+    """Return the exit status of the first rank in the last start of a job."""
+    with suppress(OSError, ValueError, IndexError):
+        newest = max((BATCH_FOLDER / "logs" / job).glob("*/status"), key=os.path.getmtime, default=None)
+        if newest is not None:
+            return int(newest.read_text(encoding="utf-8").splitlines()[0])
+    return EXIT_FAILED
 
 
 def main(argv: Sequence[str], run: RunFunction = run_train_py) -> int:
@@ -104,15 +194,8 @@ def plan_table(sweep: Sweep, plans: Sequence[Plan], state: SweepState) -> str:
     for combination, plan in zip(sweep.combinations, plans, strict=True):
         trainer = plan.config.trainer
         steps = [f"{trainer.steps:,}", short_count(trainer.steps * plan.tokens_per_step)]
-        rows.append(
-            [
-                *combination.differing.values(),
-                short_count(plan.parameters),
-                f"{plan.world_size:,}",
-                *steps,
-                state[combination].description,
-            ]
-        )
+        size = [short_count(plan.parameters), f"{plan.world_size:,}"]
+        rows.append([*combination.differing.values(), *size, *steps, state[combination].description])
     title = f"{len(plans)} runs in {sweep.folder}"
     return "\n".join([title, "", *text_table(rows, left=len(sweep.varied))])
 
@@ -147,25 +230,20 @@ class RunResult:
 
 def summarize(sweep: Sweep, state: SweepState) -> str:
     """Write the table and the plot to the folder of the sweep; return the text to print."""
-    results = [
-        RunResult(combination, state[combination].description, _read_records(sweep.folder / combination.name))
-        for combination in sweep.combinations
-    ]
+    results = []
+    for combination in sweep.combinations:
+        path = sweep.folder / combination.name / METRICS_FILE
+        records = read_run_records(path) if path.is_file() else []  # a run that has not started
+        results.append(RunResult(combination, state[combination].description, records))
     rows = [[*sweep.varied, "status", "step", "loss", "val loss", "tokens/s"], *(r.row(sweep.varied) for r in results)]
-    write_atomically(sweep.folder / TABLE, markdown(rows))
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    write_atomically(sweep.folder / TABLE, "\n".join(markdown_table(escaped[0], escaped[1:])) + "\n")
     lines = [*text_table(rows, left=len(sweep.varied) + 1), "", f"  table   {sweep.folder / TABLE}"]
     with_records = [result for result in results if result.records]
     if with_records:
         write_atomically(sweep.folder / PICTURE, draw(with_records))
         lines.append(f"  curves  {sweep.folder / PICTURE}")
     return "\n".join(lines) + "\n"
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Format ``rows`` as a Markdown table; the first row is the header."""
-    escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    lines = [escaped[0], ["---"] * len(rows[0]), *escaped[1:]]
-    return "".join(f"| {' | '.join(row)} |\n" for row in lines)
 
 
 def draw(results: Sequence[RunResult]) -> bytes:
@@ -188,9 +266,3 @@ def draw(results: Sequence[RunResult]) -> bytes:
         axes.set_ylabel("loss (nats per token)")
         axes.legend(loc="upper right", fontsize=8)
     return as_png(figure)
-
-
-def _read_records(folder: Path) -> list[dict[str, Any]]:
-    """Read the metrics of a run; empty if it has not started."""
-    path = folder / METRICS_FILE
-    return read_run_records(path) if path.is_file() else []

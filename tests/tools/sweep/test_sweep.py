@@ -11,7 +11,7 @@ import pytest
 from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import ConfigError
 from megatron_llama.system.files import locked_folder
-from megatron_llama.tools.sweep import launchers
+from megatron_llama.tools.sweep import cli
 from megatron_llama.tools.sweep.cli import main
 from megatron_llama.tools.sweep.combinations import combinations
 from tests.golden import GoldenFiles
@@ -143,7 +143,7 @@ def test_slurm_jobs_are_submitted_once(tmp_path: Path, monkeypatch: pytest.Monke
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(launchers, "BATCH_FOLDER", tmp_path)
+    monkeypatch.setattr(cli, "BATCH_FOLDER", tmp_path)
     line = ["-m", "--slurm=--nodes 2 --time 1:00:00", *TWO, f"run.dir={tmp_path}/s"]
     (tmp_path / "status").write_text("75")
     assert main(line, FakeTrain()) == 1
