@@ -15,8 +15,8 @@ from megatron_llama.tools.forecast.step_time import (
     LOW_PRECISION,
     MEMORY_REACH,
     RING_SHARE,
-    LayerTime,
     StepModel,
+    StepTime,
     key_bytes,
 )
 
@@ -210,7 +210,7 @@ class PublishedStep(StepModel):
         scores = elements * 2 * constants["passes.scores"] / (device.bandwidth * MEMORY_REACH)
         return (flops / rate + scores) * (3 + recomputed)
 
-    def context_parallel(self, layer: LayerTime) -> float:
+    def context_parallel(self, layer: StepTime) -> float:
         """Return the exposed seconds of a ring of keys and values."""
         job, exposed = self.job, self.constants["exposed.cp"]
         if job.cp == 1:

@@ -56,11 +56,11 @@ def as_svg(figure: Figure) -> str:
     return text.replace("</defs>", f"</defs>{style}", 1)
 
 
-def peak_indices(totals: Any, most: int = MOST_COLUMNS) -> Any:
-    """Downsample ``totals`` [n] to at most ``most`` moments: index of each interval's maximum, int64 [m]."""
+def peak_indices(totals: Any) -> Any:
+    """Downsample ``totals`` [n] to at most MOST_COLUMNS moments: index of each interval's maximum, int64 [m]."""
     import numpy as np
 
-    every = -(-len(totals) // most)
+    every = -(-len(totals) // MOST_COLUMNS)
     starts = np.arange(0, len(totals), every)
     return np.array([start + int(totals[start : start + every].argmax()) for start in starts])
 

@@ -81,22 +81,6 @@ class StepTime:
         return {part.name: getattr(self, part.name) for part in fields(self)}
 
 
-@dataclass(frozen=True)
-class LayerTime:
-    """Seconds of one block and micro batch on one rank: forward, backward and recomputation."""
-
-    matmul: float
-    attention: float
-    memory_bound: float
-    launch: float
-    """Gaps between kernels on the device."""
-    tensor: float
-
-    @property
-    def total(self) -> float:
-        return self.matmul + self.attention + self.memory_bound + self.launch + self.tensor
-
-
 class StepModel:
     """Time of a step of ``job``; benchmarks/published has subclasses for other programs.
 
@@ -149,8 +133,8 @@ class StepModel:
         """Return the seconds of a stage and micro batch. The host launches ahead, so the slower of the two counts."""
         return max(on_device, on_host)
 
-    def layer(self) -> LayerTime:
-        """Return the seconds of one block."""
+    def layer(self) -> StepTime:
+        """Return the seconds of one block and micro batch: forward, backward and recomputation."""
         job, device, constants = self.job, self.device, self.constants
         rows, hidden, ffn, kernels = job.tokens, job.model.hidden_size, job.model.intermediate_size, job.kernels
         forward = weights = 0.0
@@ -174,7 +158,8 @@ class StepModel:
             passes += rows * (2 * hidden + 2 * ffn / job.tp) * 3 * constants[f"passes.{job.scaling}"]
         memory += passes * (2.5 + max(recomputed, job.elementwise_recomputed)) / (device.bandwidth * MEMORY_REACH)
         gaps = kernel_count(job) * constants[f"gap.{kernels}"]
-        return LayerTime(matmul, attention, memory, gaps, self._tensor_parallel())
+        tensor = self._tensor_parallel()
+        return StepTime(matmul, attention=attention, memory_bound=memory, launch=gaps, tensor=tensor)
 
     def attention(self, recomputed: float) -> float:
         """Return the seconds of the attention core, of which the backward pass recomputes a share."""
@@ -215,7 +200,7 @@ class StepModel:
         exposed = self.constants["exposed.tp overlapped" if job.overlaps_tp else "exposed.tp"]
         return exposed * _sums_over_tp(job) * all_reduce(size, job.tp, 1, self.device, self.constants)
 
-    def context_parallel(self, layer: LayerTime) -> float:
+    def context_parallel(self, layer: StepTime) -> float:
         """Return the seconds of a block's exchange over context-parallel ranks that its attention does not overlap.
 
         Nothing overlaps: keys and values are gathered forward and backward and their gradients scattered, or heads are
@@ -305,12 +290,6 @@ class StepModel:
 def step_time(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> StepTime:
     """Return the forecast of one step of a run of this project. Arguments as ``StepModel``."""
     return StepModel(job, device, constants).step()
-
-
-def microbatch_seconds(job: Job, device: HardwareSpec, constants: Mapping[str, float]) -> tuple[float, float]:
-    """Return the forward and backward seconds of a micro batch on one rank: (one block, the output head)."""
-    model = StepModel(job, device, constants)
-    return model.layer().total, model.head()
 
 
 def key_bytes(job: Job) -> float:

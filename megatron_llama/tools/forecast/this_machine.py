@@ -89,10 +89,10 @@ class Calibration:
         return self.by_ranks[str(count)], max(1.0, ranks / max(count, self.cores)) if ranks > count else 1.0
 
 
-def calibration_path(host: str | None = None) -> Path:
-    """Return the path of a host's calibration file."""
+def calibration_path() -> Path:
+    """Return the path of this host's calibration file."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(home) / "megatron_llama" / "machines" / f"{host or socket.gethostname()}.json"
+    return Path(home) / "megatron_llama" / "machines" / f"{socket.gethostname()}.json"
 
 
 def load_calibration(path: Path | None = None) -> Calibration:

@@ -30,7 +30,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.plan.job import job_of_plan
 from megatron_llama.tools.common import MOCK_RUN
 from megatron_llama.tools.forecast.hardware import find_device
-from megatron_llama.tools.forecast.step_time import load_constants, microbatch_seconds
+from megatron_llama.tools.forecast.step_time import StepModel, load_constants
 from megatron_llama.tools.pipeline.lanes import Pass, PipelineTimeline, Span, measured_timeline
 from megatron_llama.tools.rehearse.rehearsal import fake_world
 from megatron_llama.tools.settings import ClusterConfig
@@ -190,15 +190,10 @@ def pass_times_on_cluster(plan: Plan, cluster: ClusterConfig) -> PassTimes:
     """
     hardware = find_device(cluster.device)
     assert hardware is not None, "checked by the caller of load_cluster"
-    block, head = microbatch_seconds(job_of_plan(plan), hardware.per_rank(), load_constants())
-    backward_ratio = _backward_ratios(plan)
-    return _passes(
-        plan,
-        1000 * block / (1 + backward_ratio[0]),
-        1000 * head / (1 + backward_ratio[1]),
-        f"as forecast on {hardware.name}",
-        "ms",
-    )
+    model = StepModel(job_of_plan(plan), hardware.per_rank(), load_constants())
+    totals = 1000 * model.layer().total, 1000 * model.head()
+    block, head = (total / (1 + ratio) for total, ratio in zip(totals, _backward_ratios(plan), strict=True))
+    return _passes(plan, block, head, f"as forecast on {hardware.name}", "ms")
 
 
 def median_pass_times(measure_pipeline: PipelineTimeline, vpp: int) -> PassTimes:
