@@ -63,7 +63,8 @@ class Modules:
             module: name
             for chunk in chunks
             for name, module in chunk.named_modules()
-            if not isinstance(module, nn.ModuleDict) and not (compiled and _is_inside_a_block(name))
+            if not isinstance(module, nn.ModuleDict)
+            and not (compiled and name.startswith("layers.") and name.count(".") > 1)  # layers.3.mlp, not layers.3
         }
         self._chunks = {chunk: number for number, chunk in enumerate(chunks)}
         self._counts = [0] * len(chunks)
@@ -161,11 +162,6 @@ class Modules:
         else:
             self._numbers.append(number)
             self._places.append(place)
-
-
-def _is_inside_a_block(name: str) -> bool:
-    """Return True for layers.3.mlp, False for layers.3."""
-    return name.startswith("layers.") and name.count(".") > 1
 
 
 # Bytes that a rank sends.

@@ -172,9 +172,8 @@ def test_findings() -> None:
 def test_observing_a_disk_leaves_no_files(tmp_path: Path) -> None:
     seen = disks.observe({RUN: tmp_path / "runs" / "new"})[RUN]
     assert seen["folder"] == str(tmp_path) and seen["fault"] is None and seen["renames"] and seen["locks"]
-    mark = disks.create_marker(tmp_path)
-    assert mark is not None and disks.check_marker(str(mark.path)) == {"seen": True, "locked_out": True}
-    mark.remove()
+    with disks.marker(tmp_path) as mark:
+        assert disks.check_marker(str(mark)) == {"seen": True, "locked_out": True}
     assert not list(tmp_path.iterdir())
     if os.geteuid():
         tmp_path.chmod(0o555)

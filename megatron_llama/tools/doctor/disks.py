@@ -6,11 +6,11 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_high
-from typing import IO, Any
+from typing import Any
 
 from megatron_llama.system.files import sync_folder, try_lock
 from megatron_llama.system.tables import gib
@@ -32,19 +32,6 @@ class Need:
     """Bytes per checkpoint."""
     retained: int | None
     """Largest number of checkpoints on disk at once, including the one being written; None: unlimited."""
-
-
-@dataclass
-class Marker:
-    """A locked file of the first node; the other nodes test that it is visible and locked."""
-
-    path: Path
-    file: IO[bytes]
-
-    def remove(self) -> None:
-        """Delete the file, which releases the lock."""
-        self.path.unlink(missing_ok=True)
-        self.file.close()
 
 
 def observe(folders: Mapping[str, Path]) -> dict[str, Any]:
@@ -87,15 +74,21 @@ def _examine(folder: Path) -> dict[str, Any]:
     return disk
 
 
-def create_marker(folder: Path) -> Marker | None:
-    """Create a locked file in the run folder or its nearest existing parent; None if that fails."""
+@contextmanager
+def marker(folder: Path) -> Iterator[Path | None]:
+    """Hold a locked file in the run folder or its nearest existing parent, for ``check_marker``; None if that fails."""
+    path = _nearest(folder) / f".doctor-{secrets.token_hex(8)}"
     try:
-        path = _nearest(folder) / f".doctor-{secrets.token_hex(8)}"
         file = path.open("xb")
     except OSError:
-        return None
-    try_lock(file)
-    return Marker(path, file)
+        yield None
+        return
+    with file:
+        try_lock(file)
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def check_marker(path: str) -> dict[str, bool | None]:

@@ -66,7 +66,7 @@ def examine_nodes(
     Raises OSError if the first process is lost.
     """
     with ExitStack() as stack:
-        echo = mark = None
+        echo = None
         if examination.leads and examination.nodes > 1:
             echo = network.Echo()
             stack.callback(echo.close)
@@ -77,10 +77,8 @@ def examine_nodes(
             else None
         )
         if report and examination.is_first and examination.nodes > 1:
-            mark = disks.create_marker(output_folders(examination.config)[disks.RUN])
-            if mark is not None:
-                stack.callback(mark.remove)
-                report["mark"] = str(mark.path)
+            mark = stack.enter_context(disks.marker(output_folders(examination.config)[disks.RUN]))
+            report["mark"] = mark and str(mark)
         reports = [each for each in connections.exchange(report) if each is not None]
         show_progress(examination, "comparing clocks, connecting all pairs of nodes")
         readings = connections.read_clocks()

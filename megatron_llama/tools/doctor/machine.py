@@ -52,14 +52,9 @@ def judge_hardware(nodes: Sequence[NodeState]) -> Iterator[Finding]:
             if value == usual:
                 continue
             like = next(other for other in there if other.seen[HARDWARE].get(name) == usual)
-            message = f"{_describe_value(name, value)}; {like.name} has {usual}"
-            yield Finding(
-                HARDWARE, BREAKS if name == "device" else WARNS, node.name, message, _remedy(name, node, like)
-            )
-
-
-def _describe_value(name: str, value: Any) -> str:
-    return f"{value} devices" if name == "count" else f"{name}: {value}"
+            message = f"{value} devices" if name == "count" else f"{name}: {value}"
+            severity, message = BREAKS if name == "device" else WARNS, f"{message}; {like.name} has {usual}"
+            yield Finding(HARDWARE, severity, node.name, message, _remedy(name, node, like))
 
 
 def _remedy(name: str, node: NodeState, like: NodeState) -> str:

@@ -290,16 +290,14 @@ def _choose_other_port(context: ProcessContext) -> ProcessContext:
 
 
 def _read_clock(line: _Connection) -> ClockReading:
-    best: ClockReading | None = None
+    readings = []
     for _ in range(PINGS):
         start, begin = time.time(), time.perf_counter()
         line.send("time?")
         there = float(line.receive())
         round_trip = time.perf_counter() - begin
-        if best is None or round_trip < best.round_trip:
-            best = ClockReading(there - (start + round_trip / 2), round_trip)
-    assert best is not None, "PINGS is positive"
-    return best
+        readings.append(ClockReading(there - (start + round_trip / 2), round_trip))
+    return min(readings, key=lambda reading: reading.round_trip)
 
 
 def _plain(address: str) -> str:

@@ -249,16 +249,14 @@ def rates_of_groups(
     return [rate for rank, rates in enumerate(world) for rate in rates if rate.group[0] == rank]
 
 
-def collective(
-    kind: str, size: int, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype = torch.float32
-) -> Callable[[], object]:
+def collective(kind: str, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
     """Return a function that runs one collective of ``size`` bytes; all ranks of the group call it.
 
     In ``send_recv`` each even rank of the group sends to the next one.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    whole = torch.zeros(max(ranks, size // dtype.itemsize // ranks * ranks), device=device, dtype=dtype)
-    part = torch.zeros(whole.numel() // ranks, device=device, dtype=dtype)
+    whole = torch.zeros(max(ranks, size // 4 // ranks * ranks), device=device)
+    part = torch.zeros(whole.numel() // ranks, device=device)
     if kind == "all_reduce":
         return lambda: dist.all_reduce(whole, group=group)  # the zeros stay zero
     if kind == "all_gather":

@@ -101,17 +101,10 @@ def tree_lines(nodes: Sequence[ModuleNode]) -> Iterator[str]:
     rows: list[tuple[str, ...]] = [("", "params", "FLOPs", "fwd ms", "bwd ms", "share", "waits", "FLOP/s")]
     for node in nodes:
         name = node.name.rpartition(".")[2] if node.depth != 1 else node.name
-        rows.append(
-            (
-                "  " * node.depth + name,
-                short_count(node.parameters) if node.parameters else "",
-                short_count(node.flops) if node.flops else "",
-                *((_ms(node.forward), _ms(node.backward)) if node.busy else ("", "")),
-                f"{node.busy / total:.1%}" if node.busy else "",
-                f"{node.waited / total:.1%}" if node.waited else "",
-                _rate(node.flops_per_second),
-            )
-        )
+        counts = [short_count(count) if count else "" for count in (node.parameters, node.flops)]
+        times = (_ms(node.forward), _ms(node.backward)) if node.busy else ("", "")
+        shares = [f"{seconds / total:.1%}" if seconds else "" for seconds in (node.busy, node.waited)]
+        rows.append(("  " * node.depth + name, *counts, *times, *shares, _rate(node.flops_per_second)))
     yield from text_table(rows, left=1)
 
 
@@ -147,13 +140,11 @@ def _ranks(profile: Profile) -> Iterator[str]:
     heads = ("", "step", "fwd", "bwd", *axes, DATA, "optimizer", REST)
     rows: list[tuple[str, ...]] = [heads]
     values = {rank.rank: _row(rank, axes) for rank in profile.ranks}
-    groups: list[tuple[str, list[int]]] = [(f"rank {number}", [number]) for number in values]
-    if len(values) > MAX_RANKS:
-        groups = []
-        for stage in sorted({rank.place["pp"] for rank in profile.ranks}):
-            stage_ranks = [rank.rank for rank in profile.ranks if rank.place["pp"] == stage]
-            groups.append((f"stage {stage}, mean", stage_ranks))
-    for name, numbers in [*groups, ("mean", list(values))]:
+    groups: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(profile.ranks, key=lambda rank: rank.place["pp"] if len(values) > MAX_RANKS else 0):
+        several = len(values) > MAX_RANKS
+        groups[f"stage {rank.place['pp']}, mean" if several else f"rank {rank.rank}"].append(rank.rank)
+    for name, numbers in [*groups.items(), ("mean", list(values))]:
         means = [sum(values[number][at] for number in numbers) / len(numbers) for at in range(len(heads) - 1)]
         rows.append((name, *(_ms(mean) for mean in means)))
     yield from text_table(rows, left=1)

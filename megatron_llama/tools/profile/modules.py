@@ -68,11 +68,9 @@ class ModuleClock(Modules):
 
     def _backward(self, zone: Zone) -> None:
         if self._clock.zone.phase != BACKWARD:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)  # type: ignore[attr-defined]
+            engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+            engine.queue_callback(lambda: self._clock.move(Zone(REST)))
         self._clock.move(zone)
-
-    def _end_of_backward(self) -> None:
-        self._clock.move(Zone(REST))
 
     def _count(self, chunk: int, args: tuple[Any, ...]) -> None:
         """Count the tokens of a forward pass with the arguments of ``Llama``."""

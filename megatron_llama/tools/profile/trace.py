@@ -65,16 +65,13 @@ def finish_trace(
     renumber(events, step["pid"], topology.rank)
     process_name = f"rank {topology.rank} ({', '.join(f'{axis} {topology.place[axis]}' for axis in AXIS_NAMES)})"
     events.append({"ph": "M", "name": "process_name", "pid": topology.rank, "tid": 0, "args": {"name": process_name}})
-    events += [_event(topology.rank, begin, duration, zone) for begin, duration, zone in spans if duration > 0]
+    for begin, duration, zone in spans:
+        name, row = zone.wait or f"{zone.phase} {zone.module}".rstrip(), WAITS if zone.wait else MODULES
+        event = {"ph": "X", "cat": row, "name": name, "pid": topology.rank, "tid": row, "ts": begin, "dur": duration}
+        events += [event] if duration > 0 else []
     with atomic_open(folder / f"trace.rank{topology.rank}.json.gz") as file:
         file.write(gzip.compress(json.dumps(trace).encode(), compresslevel=5))
     return memory_of(events, spans)
-
-
-def _event(rank: int, begin: float, duration: float, zone: Zone) -> dict[str, Any]:
-    name = zone.wait or " ".join(filter(None, (zone.phase, zone.module)))
-    row = WAITS if zone.wait else MODULES
-    return {"ph": "X", "cat": row, "name": name, "pid": rank, "tid": row, "ts": begin, "dur": duration}
 
 
 def memory_of(events: Sequence[dict[str, Any]], spans: Sequence[tuple[float, float, Zone]]) -> MemoryTimeline | None:

@@ -285,6 +285,13 @@ def fake_world(topology: Topology, device: str = devices.HOST) -> Iterator[None]
         attention = "mask" if uses_mask else "tiles"  # varlen kernels run on their device only
         return kind(attention=attention, compiled=compiled, fuses_loss=compiled and self.compiler == INDUCTOR)
 
+    def data_groups(*args: Any, create: Callable[..., Any] = parallelize.data_groups) -> Any:
+        with _disable_current_modes():
+            return create(*args)
+
+    def quantized_size(values: torch.Tensor, kind: str) -> torch.Tensor:
+        return values.new_empty(len(values), quantized_bytes(kind, values.shape[1]), dtype=torch.uint8)
+
     def new_local_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         if ranks is not None and topology.rank not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER
@@ -294,11 +301,11 @@ def fake_world(topology: Topology, device: str = devices.HOST) -> Iterator[None]
         patch.object(dist, "new_group", new_local_group),
         patch.object(dist.distributed_c10d, "new_group", new_local_group),
         patch.object(device_mesh, "new_group", new_local_group),
-        patch.object(parallelize, "data_groups", _without_modes(parallelize.data_groups)),
+        patch.object(parallelize, "data_groups", data_groups),
         patch.object(parallelize, "initial_values", lambda piece, model, seed: torch.empty(piece.size)),
         patch.object(Device, "kernels", kernels),
         patch.object(kind, "is_one", lambda self, factor: False),  # fake tensors have no values
-        patch.object(shards, "quantize", _quantized_size),
+        patch.object(shards, "quantize", quantized_size),
     ):
         yield
 
@@ -320,15 +327,3 @@ class FakeTensors(FakeTensorMode):
         if func is torch.ops.aten._pin_memory.default:
             return args[0]
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    def outside(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return outside
-
-
-def _quantized_size(values: torch.Tensor, kind: str) -> torch.Tensor:
-    return values.new_empty(len(values), quantized_bytes(kind, values.shape[1]), dtype=torch.uint8)
