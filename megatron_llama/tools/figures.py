@@ -1,10 +1,11 @@
-"""Figures of the tools, and memory over time. matplotlib is imported by the functions that draw."""
+"""Figures and HTML pages of the tools, and memory over time. matplotlib is imported by the functions that draw."""
 
 from __future__ import annotations
 
 import io
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.system.output import import_pyplot
@@ -124,3 +125,25 @@ def draw_memory(timeline: MemoryTimeline, *, title: str, axis: str, memory_gib: 
         handles, names = axes.get_legend_handles_labels()
         axes.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), title="at the peak")
     return as_png(figure)
+
+
+# HTML pages: templates next to the tools, and one style. Pages need no network.
+STYLE_SHEET = Path(__file__).with_name("page.css")
+
+
+def render_page(template: Path, **values: Any) -> str:
+    """Return the page of a jinja2 template, whose variable ``style`` is the style sheet."""
+    import jinja2  # torch requires it
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    style = markup(STYLE_SHEET.read_text(encoding="utf-8"))
+    return environment.from_string(template.read_text(encoding="utf-8")).render(style=style, **values)
+
+
+def markup(text: str) -> Any:
+    """Mark text as HTML that needs no escapes."""
+    import markupsafe  # of jinja2
+
+    return markupsafe.Markup(text)

@@ -13,7 +13,6 @@ from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.problems import closest_match
 from megatron_llama.devices import HOST, find_device
 from megatron_llama.launch.world import World, find_world
-from megatron_llama.plan import Plan
 from megatron_llama.plan.choices import is_large
 from megatron_llama.system.tables import plural
 from megatron_llama.tools.forecast import hardware as hardware_table
@@ -62,10 +61,6 @@ class PlannedRun:
     """Number of devices."""
     names_cluster: bool
     """Whether the command line sets ``cluster``."""
-
-    def plan(self) -> Plan:
-        """Return the plan; raise ConfigError with all problems."""
-        return self.world.plan()
 
 
 def read_planned_run(overrides: Sequence[str], extra: Sequence[str] = (), *, always_named: bool = False) -> PlannedRun:
@@ -139,7 +134,8 @@ def find_hardware(
         return Hardware(None, HOST), []
     facts = find_device(requested)
     if facts is not None and facts.is_accelerator:
-        spec = usual_chip(requested)
+        rows = hardware_table.devices()
+        spec = next(rows[name] for name in hardware_table.USUAL if rows[name].kind == requested)
         note = f"device={requested} names no chip: planned for {spec.name}.\ncluster.device=NAME plans for another."
         return Hardware(spec, requested, note), []
     in_cluster = any(name.startswith(f"{CLUSTER}.") for name in names)
@@ -168,12 +164,6 @@ def _named(config: Config, cluster: ClusterConfig) -> tuple[Hardware | None, lis
         rule = f"is hardware of device={kind}, but device={requested} is set"
         return None, [Problem(field, cluster.device, rule, f"write device={kind}, or remove {field}")]
     return Hardware(spec, kind), []
-
-
-def usual_chip(kind: str) -> HardwareSpec:
-    """Return the chip that stands for a kind of device."""
-    rows = hardware_table.devices()
-    return next(rows[name] for name in hardware_table.USUAL if rows[name].kind == kind)
 
 
 @functools.cache

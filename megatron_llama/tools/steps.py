@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,7 +18,6 @@ from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.data.batches import Data, build_data
 from megatron_llama.devices import Device
 from megatron_llama.launch.start import LocalRanks, start_ranks
-from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.optim import Optimizer, build_optimizer
 from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
@@ -28,12 +27,6 @@ from megatron_llama.train.loop import training_step
 from megatron_llama.train.sanity import StepGuard
 
 
-class StepBatches(Protocol):
-    """Source of a step's micro batches, with the interface of ``Batches``."""
-
-    def at(self, consumed_samples: int) -> Sequence[MicroBatch]: ...
-
-
 @dataclass
 class Steps:
     """Steps of the training loop, without metrics and checkpoints."""
@@ -41,13 +34,14 @@ class Steps:
     plan: Plan
     model: ParallelModel
     optimizer: Optimizer
-    batches: StepBatches
+    batches: Any
+    """Source of a step's micro batches: ``Batches``, or an object with its method ``at``."""
     checkpointer: Checkpointer
     guard: StepGuard
 
     def run(self, step: int) -> float:
         """Run step ``step``, counted from 1, and return its loss. All ranks must call it."""
-        metrics = training_step(step, self.plan, self.model, self.optimizer, self.batches, self.guard)  # type: ignore[arg-type]
+        metrics = training_step(step, self.plan, self.model, self.optimizer, self.batches, self.guard)
         if self.plan.config.logging.parameter_norm:
             parameter_norm(self.model.shards, self.model.device)
         self.checkpointer.after_step(step)
@@ -61,7 +55,7 @@ def open_steps(
     model: ParallelModel,
     optimizer: Optimizer,
     data: Data,
-    batches: StepBatches | None = None,
+    batches: Any = None,
 ) -> Iterator[Steps]:
     """Yield steps that log, save and compare nothing.
 

@@ -109,7 +109,7 @@ def test_the_planned_hardware() -> None:
         except ConfigError as error:
             page += f"{error}\n\n"
             continue
-        config, spec = run.plan().config, run.hardware.spec
+        config, spec = run.world.plan().config, run.hardware.spec
         page += f"    {spec and spec.name} on {config.device.name}, batch {config.trainer.global_batch_size} x "
         page += f"{config.data.length}, {config.trainer.precision}\n    {run.hardware.note}\n"
     GoldenFiles.check("tools/plan/hardware.txt", page)

@@ -14,8 +14,7 @@ from megatron_llama.system.output import import_pyplot
 from megatron_llama.system.tables import plural, short_count, text_table
 from megatron_llama.system.wrapping import WIDTH, fill
 from megatron_llama.tools.compare.verdict import LEAST_BINS, Comparison, RunComparison
-from megatron_llama.tools.figures import STYLE, as_svg
-from megatron_llama.tools.pages import render_page
+from megatron_llama.tools.figures import STYLE, as_svg, render_page
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,6 +67,7 @@ def _too_short(comparison: Comparison) -> str:
 def rows(comparison: Comparison) -> list[tuple[str, ...]]:
     """Build the table: a row per quantity, a column per run."""
     final = comparison.reference_final
+    undecided = "agrees" if comparison.is_long_enough and comparison.covered else "too short to tell"
     columns = [LABELS, (f"{final:.4f}", "", "", "", _speed(comparison.reference.speed), "reference")]
     for one in comparison.compared:
         divergence = "none"
@@ -80,17 +80,10 @@ def rows(comparison: Comparison) -> list[tuple[str, ...]]:
             f"{one.largest:+.3%} at {one.largest_at:,.0f} samples",
             divergence,
             _speed(one.run.speed) + (f" ({one.speed_ratio:.2f} times)" if one.speed_ratio else ""),
-            _agreement(one, comparison),
+            "does not agree" if one.differs(comparison.is_long_enough) else undecided,
         )
         columns.append(column)
     return list(zip(*columns, strict=True))
-
-
-def _agreement(one: RunComparison, comparison: Comparison) -> str:
-    """Return the verdict on one run for the table."""
-    if one.differs(comparison.is_long_enough):
-        return "does not agree"
-    return "agrees" if comparison.is_long_enough and comparison.covered else "too short to tell"
 
 
 def _speed(speed: float | None) -> str:

@@ -166,9 +166,8 @@ def _compared(run: Run, comparison: Comparison) -> RunComparison:
     gap = (curve - reference) / np.abs(reference)
     known = np.isfinite(gap)
     largest = int(np.argmax(np.where(known, np.abs(gap), -1.0)))
-    divergences = [_ends_non_finite(item, grid) for item in (comparison.reference, *comparison.seeds, run)] + [
-        _leaves_band(gap, bins, comparison)
-    ]
+    divergences = [_ends_non_finite(item, grid) for item in (comparison.reference, *comparison.seeds, run)]
+    divergences.append(_leaves_band(gap, bins, comparison))
     return RunComparison(
         run=run,
         bins=bins,

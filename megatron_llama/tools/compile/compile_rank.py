@@ -64,14 +64,12 @@ def _compile(plan: Plan, rank: int, gather_graphs: Callable[[Sequence[Graph]], C
         # A first, a steady and a last micro batch compile all graphs; round up to a multiple of pp.
         pp = plan.config.trainer.pp
         count = -(-3 // pp) * pp
-        for position in data.train.positions_by_shape().values():
-            for _ in range(STEPS):
-                model.forward_backward(data.train.at(position)[:count])
-                optimizer.step(optimizer.gradient_norm())
-        for length in plan.random_ltd.lengths(plan.config.trainer.steps).values() if plan.random_ltd else ():
+        lengths = plan.random_ltd.lengths(plan.config.trainer.steps).values() if plan.random_ltd else ()
+        for train, steps in [(data.train, STEPS), *((data.train.with_length(length), 1) for length in lengths)]:
             for position in data.train.positions_by_shape().values():
-                model.forward_backward(data.train.with_length(length).at(position)[:count])
-                optimizer.step(optimizer.gradient_norm())
+                for _ in range(steps):
+                    model.forward_backward(train.at(position)[:count])
+                    optimizer.step(optimizer.gradient_norm())
         for batches in data.validation.values():
             model.forward_backward(batches.at(0)[:count], train=False)
         return gather_graphs(compiler.graphs)

@@ -21,7 +21,7 @@ from megatron_llama.plan.memory import optimizer_bytes
 from megatron_llama.system.files import user_cache
 from megatron_llama.system.tables import gib, plural, text_table
 from megatron_llama.system.wrapping import fill
-from megatron_llama.tools.common import show_line
+from megatron_llama.tools.common import format_ranks, show_line
 from megatron_llama.tools.doctor import disks, machine, network
 from megatron_llama.tools.doctor.disks import RUN, Need
 from megatron_llama.tools.doctor.finding import BREAKS, NOTES, SEVERITIES, WARNS, Finding, NodeState, names
@@ -71,11 +71,9 @@ def examine_nodes(
             echo = network.Echo()
             stack.callback(echo.close)
         show_progress(examination, "checking versions, devices, networks, disks and limits")
-        report = (
-            _node_report(examination, connections.local_address, echo.port if echo else 0)
-            if examination.leads
-            else None
-        )
+        report = None
+        if examination.leads:
+            report = _node_report(examination, connections.local_address, echo.port if echo else 0)
         if report and examination.is_first and examination.nodes > 1:
             mark = stack.enter_context(disks.marker(output_folders(examination.config)[disks.RUN]))
             report["mark"] = mark and str(mark)
@@ -137,7 +135,7 @@ def _ranks(examination: Examination) -> str:
         first, count = sum(counts[: context.node]), counts[context.node]
     else:
         first, count = context.rank, context.local_ranks
-    return str(first) if count == 1 else f"{first}-{first + count - 1}"
+    return format_ranks(range(first, first + count))
 
 
 def _judge(
@@ -229,18 +227,9 @@ def _node_table(nodes: Sequence[NodeState], readings: Sequence[ClockReading | No
         count = f"{device['count']} x " if device.get("count") else ""
         clock = "" if reading is None else f"{reading.ahead:+.3f} s"
         speed = f"{disks.WRITTEN / disk['seconds'] / 1e6:,.0f} MB/s" if "seconds" in disk else "?"
-        rows.append(
-            (
-                node.name,
-                node.ranks,
-                node.address,
-                network.interface_of_node(node) or "",
-                f"{count}{device.get('device', 'none')}",
-                clock,
-                speed,
-                "?" if disk["free"] is None else gib(disk["free"]),
-            )
-        )
+        free = "?" if disk["free"] is None else gib(disk["free"])
+        place = (node.name, node.ranks, node.address, network.interface_of_node(node) or "")
+        rows.append((*place, f"{count}{device.get('device', 'none')}", clock, speed, free))
         versions = node.seen[machine.VERSIONS]
         software.setdefault(f"torch {versions['torch']}, commit {versions['commit']}", []).append(node)
     lines = text_table([[*map(str, row)] for row in rows])
@@ -258,17 +247,9 @@ def _speed_table(measured: Mapping[str, Any]) -> list[str]:
         return lines
     rows = [("axis", "collective", "ranks", "size", "time", "algorithm", "bus")]
     for rate in slowest:
-        rows.append(
-            (
-                rate.axis,
-                rate.kind,
-                str(rate.ranks),
-                _size(rate.size),
-                f"{1e6 * rate.seconds:,.0f} us",
-                f"{rate.algorithm_bandwidth / 1e9:.3f} GB/s",
-                f"{rate.bus_bandwidth / 1e9:.3f} GB/s",
-            )
-        )
+        size = f"{rate.size >> 20} MiB" if rate.size >= 1 << 20 else f"{rate.size >> 10} KiB"
+        bandwidths = [f"{each / 1e9:.3f} GB/s" for each in (rate.algorithm_bandwidth, rate.bus_bandwidth)]
+        rows.append((rate.axis, rate.kind, str(rate.ranks), size, f"{1e6 * rate.seconds:,.0f} us", *bandwidths))
     return [*lines, "", *text_table(rows, left=2)]
 
 
@@ -291,10 +272,6 @@ def _verdict(nodes: Sequence[NodeState], findings: Sequence[Finding], seconds: f
     yield f"{len(findings)} {plural(len(findings), 'finding')}{scope}: {summary}."
 
 
-def _size(size: int) -> str:
-    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
-
-
 def output_folders(config: Config) -> dict[str, Path]:
     """Return the folders that a run writes to, by setting."""
     folders = {RUN: Path(config.run.dir or "runs")}
@@ -312,9 +289,8 @@ def disk_need(plan: Plan) -> Need:
     config = plan.config
     size = plan.whole.trained * BYTES[plan.precision.param_dtype] + optimizer_bytes(plan, plan.whole)
     every, keep, steps = config.checkpoint.every_steps, config.checkpoint.keep, config.trainer.steps
-    saved = (steps // every if every else 0) + (
-        1 if config.checkpoint.save_last and (not every or steps % every) else 0
-    )
+    saved = steps // every if every else 0
+    saved += int(config.checkpoint.save_last and bool(not every or steps % every))
     # The oldest is deleted after the newest is complete.
     on_disk = saved if keep is None else min(saved, keep + 1)
     if config.checkpoint.every_minutes and keep is None:  # more, if the setting is not the default

@@ -127,11 +127,13 @@ def _on_these_devices(plan: Plan, has_host: bool) -> dict[str, list[Any]]:
     current = RECOMPUTE.index(trainer.recompute)
     recompute = [more for more in ("elementwise", "full") if RECOMPUTE.index(more) > current]
     even, split = split_evenly(plan.model.num_hidden_layers, trainer.pp), plan.requested.trainer.pipeline_layers
+    size = trainer.micro_batch_size
+    powers = [2**power for power in range(1, size.bit_length())]
     values: dict[str, list[Any]] = {
         "trainer.pipeline_layers": [even] if split is None and trainer.pipeline_layers != even else [],
         "trainer.zero": list(range(trainer.zero + 1, 4)) if plan.data_ranks > 1 else [],
         "trainer.recompute": recompute,
-        "trainer.micro_batch_size": _halves(trainer.micro_batch_size),
+        "trainer.micro_batch_size": [size // times for times in powers if size % times == 0],
         "trainer.precision": ["bf16"] if plan.precision.compute_format == "fp32" else [],
         "trainer.tp": [trainer.tp * times for times in (2, 4, 8) if trainer.tp * times <= LARGEST_TP],
         "trainer.pp": [trainer.pp * times for times in (2, 4, 8, 16) if trainer.pp * times <= plan.world_size],
@@ -147,10 +149,6 @@ def _offloaded(plan: Plan) -> list[list[str]]:
     more = [kind for kind in OFFLOADED if kind not in current and not (kind == "optimizer" and step_on_device)]
     additions = [*([kind] for kind in more), *([more] if len(more) > 1 else [])]
     return [[kind for kind in OFFLOADED if kind in current or kind in added] for added in additions]
-
-
-def _halves(size: int) -> list[int]:
-    return [size // 2**power for power in range(1, size.bit_length()) if size % 2**power == 0]
 
 
 class _Trials:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,21 +34,21 @@ class HardwareSpec:
     memory_bytes: int
     bandwidth: float
     """Memory bandwidth, bytes/s."""
-    link: float
-    """Bandwidth to the other devices of the node, bytes/s per direction."""
-    bus: float
-    """Bus bandwidth of a large all-reduce over a node, bytes/s."""
     per_node: int
     """Devices that fast links connect."""
-    network: float
-    """Bandwidth to other nodes, bytes/s per direction."""
-    ranks_per_device: int
-    """Ranks that share the device (NeuronCores)."""
-    host_speed: float
-    """Single-thread speed of its usual hosts relative to A100 hosts (Zen 2, Cascade Lake). Sapphire Rapids and Zen 4
-    have 1.5."""
     source: str
     """Where the numbers are published."""
+    link: float = math.inf
+    """Bandwidth to the other devices of the node, bytes/s per direction."""
+    bus: float = math.inf
+    """Bus bandwidth of a large all-reduce over a node, bytes/s."""
+    network: float = math.inf
+    """Bandwidth to other nodes, bytes/s per direction."""
+    ranks_per_device: int = 1
+    """Ranks that share the device (NeuronCores)."""
+    host_speed: float = 1.0
+    """Single-thread speed of its usual hosts relative to A100 hosts (Zen 2, Cascade Lake). Sapphire Rapids and Zen 4
+    have 1.5."""
     kind: str = "cpu"
     """Setting ``device.name`` of a run on this device."""
 
@@ -65,17 +66,10 @@ class HardwareSpec:
         parts = self.ranks_per_device
         if parts == 1:
             return self
-        return replace(
-            self,
-            peaks={form: peak / parts for form, peak in self.peaks.items()},
-            memory_bytes=self.memory_bytes // parts,
-            bandwidth=self.bandwidth / parts,
-            link=self.link / parts,
-            bus=self.bus / parts,
-            per_node=self.per_node * parts,
-            network=self.network / parts,
-            ranks_per_device=1,
-        )
+        rates = {name: getattr(self, name) / parts for name in ("bandwidth", "link", "bus", "network")}
+        peaks = {form: peak / parts for form, peak in self.peaks.items()}
+        memory, per_node = self.memory_bytes // parts, self.per_node * parts
+        return replace(self, peaks=peaks, memory_bytes=memory, per_node=per_node, ranks_per_device=1, **rates)
 
 
 @functools.cache

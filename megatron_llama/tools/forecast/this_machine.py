@@ -159,12 +159,7 @@ def calibrated_spec(calibration: Calibration, job: Job) -> tuple[HardwareSpec, d
         reach={form: 1.0},
         memory_bytes=calibration.memory_bytes // job.ranks,
         bandwidth=bandwidth,
-        link=math.inf,
-        bus=math.inf,
         per_node=job.ranks,
-        network=math.inf,
-        ranks_per_device=1,
-        host_speed=1.0,
         source=f"measured on {machine}",
     )
     # Forward and backward of causal attention with 8 heads of size 64, relative to GEMMs of its FLOPs.

@@ -126,10 +126,9 @@ def as_yaml(converted: ConvertedConfig, source: str) -> str:
         "# python train.py experiment=PATH, or experiment=NAME for a file in conf/experiment/",
     ]
     items, more = _shortened(converted.unsupported)
-    for text in (*(f"{item.key}={format_value(item.value)}: {item.why}" for item in items), *more):
-        head += _comment(f"NOT SUPPORTED {text}")
-    for assumed in converted.assumed:
-        head += _comment(f"ASSUMED {assumed}")
+    texts = [*(f"{item.key}={format_value(item.value)}: {item.why}" for item in items), *more]
+    for text in (*(f"NOT SUPPORTED {text}" for text in texts), *(f"ASSUMED {text}" for text in converted.assumed)):
+        head += wrap_lines(escape_controls(text), "# ", "#   ", width=118)
     content: dict[str, Any] = {"defaults": [{"override /optim": converted.schedule}]}
     for name, value in converted.settings.items():
         *sections, key = name.split(".")
@@ -153,10 +152,6 @@ def write(out: Path, text: str) -> None:
     raise ConfigError([Problem("-o", str(out), rule, "write another path")])
 
 
-def _comment(text: str) -> list[str]:
-    return wrap_lines(escape_controls(text), "# ", "#   ", width=118)
-
-
 def command_line(converted: ConvertedConfig, conf_dir: Path) -> list[str]:
     """Return the words of the equivalent train.py command: the nearest model preset and the differences from it."""
 
@@ -173,18 +168,14 @@ def command_line(converted: ConvertedConfig, conf_dir: Path) -> list[str]:
         for name, value in converted.settings.items()
         if name not in LABELS and _differs(config, name, value)
     ]
-    return [*_train(), *base, *needed]
-
-
-def _train() -> list[str]:
-    """Return the words that start train.py: as a file, or as a command of the console script."""
-    return name_commands("python train.py").split()
+    return [*name_commands("python train.py").split(), *base, *needed]
 
 
 def format_next(converted: ConvertedConfig, out: Path, conf_dir: Path, needs_data: bool) -> str:
     """Return the lines with the written file and the commands that train with it, completed if it names no dataset."""
     name = out.stem if out.resolve().parent == conf_dir / EXPERIMENT else str(out)
-    short, equivalent = [*_train(), f"{EXPERIMENT}={_written(name)}"], command_line(converted, conf_dir)
+    short = [*name_commands("python train.py").split(), f"{EXPERIMENT}={_written(name)}"]
+    equivalent = command_line(converted, conf_dir)
     lines = ["", f"written: {out}"]
     if needs_data:
         lines.append("note: no dataset is given; replace data=mock by data.prefixes=[PATH]")

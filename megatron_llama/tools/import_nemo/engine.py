@@ -87,9 +87,8 @@ class KeyTables:
         if key in self.values:
             allowed, why = self.values[key]
             if value is None or value in allowed:
-                return KeyConversion(
-                    key, value, Kind.MEANINGLESS, why="off" if value in (None, False) else "always so here"
-                )
+                off = value in (None, False)
+                return KeyConversion(key, value, Kind.MEANINGLESS, why="off" if off else "always so here")
             return KeyConversion(key, value, Kind.UNSUPPORTED, why=why)
         section = next((item for item in self.values if key.startswith(f"{item}.")), None)
         if section is not None:

@@ -235,8 +235,8 @@ class MegatronConversion(Conversion):
             each = (layers - sum(filter(None, ends))) // max(middle, 1)
             stages = [*ends[:1], *[each] * middle, *ends[1:]]
             self.settings["trainer.pipeline_layers"] = [stage for stage in stages if stage is not None]
-        keys = "--pipeline-model-parallel-layout --pipeline-model-parallel-split-rank"
-        self.record(keys, Kind.SAME_TRAINING, why="write trainer.pipeline_layers=[...], the layers of each stage")
+        layout = "--pipeline-model-parallel-layout --pipeline-model-parallel-split-rank"
+        self.record(layout, Kind.SAME_TRAINING, why="write trainer.pipeline_layers=[...], the layers of each stage")
         recompute = get("--recompute-granularity", "selective" if get("--recompute-activations") else "none")
         key = "--recompute-granularity" if get("--recompute-granularity") else "--recompute-activations"
         self.convert_key(key, "trainer.recompute", recompute)

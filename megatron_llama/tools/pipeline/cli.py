@@ -13,7 +13,7 @@ from megatron_llama.devices import find_device
 from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.tables import text_table
-from megatron_llama.tools.common import MOCK_RUN, run_tool
+from megatron_llama.tools.common import MOCK_RUN, format_ranks, run_tool
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,7 +86,7 @@ def plan_picture(overrides: Sequence[str], measure: bool) -> tuple[Plan, Planned
     if measure:
         return find_world(cli.parse_overrides([*overrides, *more]), None).plan(), None
     run = read_planned_run(overrides, more)
-    return run.plan(), run
+    return run.world.plan(), run
 
 
 def _check_output(plan: Plan, out: Path) -> None:
@@ -189,7 +189,7 @@ def _report(
     rows = [head + (["measured: computes", "waits"] if measured is not None else [])]
     for rank in range(pp):
         chunks = range(rank, pp * vpp, pp)
-        row = [str(rank), " ".join(_layers(plan.stage_layers[stage]) for stage in chunks)]
+        row = [str(rank), " ".join(format_ranks(plan.stage_layers[stage]) or "none" for stage in chunks)]
         row += [" ".join(f"{of[stage]:.3g}" for stage in chunks) for of in (pass_times.forward, pass_times.backward)]
         row += [f"{ideal.busy(rank):.4g}", f"{ideal.seconds - ideal.busy(rank):.4g}"]
         if measured is not None:
@@ -214,10 +214,3 @@ def _report(
     shares_cores = device is not None and not device.is_accelerator
     if measured is not None and shares_cores and plan.world_size > cores:
         yield f"{plan.world_size} ranks share {cores} cores, so a stage may wait for a core"
-
-
-def _layers(layers: Sequence[int]) -> str:
-    """Format a range of layers as 0-3."""
-    if not layers:
-        return "none"
-    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"

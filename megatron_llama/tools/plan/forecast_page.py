@@ -123,18 +123,10 @@ def _scaling(forecast: Forecast) -> Iterator[str]:
     rows = [("devices", "batch", "s/step", "tokens/s", "MFU", "scaling", "goodput", "net tokens/s")]
     for each in forecast.scaling:
         scaling = each.tokens_per_second / first.tokens_per_second / (each.devices / first.devices)
-        rows.append(
-            (
-                f"{each.devices:,}",
-                f"{each.global_batch:,}",
-                f"{each.seconds:.4g}",
-                f"{each.tokens_per_second:,.0f}",
-                f"{each.mfu:.1%}",
-                f"{scaling:.1%}",
-                f"{each.goodput.useful:.1%}",
-                f"{each.tokens_per_second * each.goodput.useful:,.0f}",
-            )
-        )
+        counts = (f"{each.devices:,}", f"{each.global_batch:,}", f"{each.seconds:.4g}")
+        shares = (f"{each.mfu:.1%}", f"{scaling:.1%}", f"{each.goodput.useful:.1%}")
+        net = each.tokens_per_second * each.goodput.useful
+        rows.append((*counts, f"{each.tokens_per_second:,.0f}", *shares, f"{net:,.0f}"))
     yield from text_table(rows, left=0)
 
 

@@ -90,29 +90,27 @@ def forecast_run(overrides: Sequence[str]) -> Forecast:
     run = read_planned_run(overrides, always_named=True)
     config, spec = run.world.config, run.hardware.spec
     if spec is None:
-        problems: list[Problem] = []
         cluster = replace(run.cluster, device=this_machine.NAME)
-        calibration = _load_calibration(cluster, problems)
-        if calibration is None or problems:
-            raise ConfigError(problems)
-        return forecast_local(config, cluster, calibration)
+        return forecast_local(config, cluster, _load_calibration(cluster))
     plan = resolve(config, run.world.size, exists=lambda path: True)
     forecast = forecast_plan(plan, run.cluster, spec.per_rank(), run.devices)
     return replace(forecast, hardware=run.hardware.title, note=run.hardware.note)
 
 
-def _load_calibration(cluster: ClusterConfig, problems: list[Problem]) -> Calibration | None:
-    """Load this machine's calibration. Append a missing one, or incompatible settings, to ``problems``."""
+def _load_calibration(cluster: ClusterConfig) -> Calibration:
+    """Load this machine's calibration. Raises ConfigError if it is missing, or for several machines."""
+    problems, calibration = [], None
     if (cluster.nodes or 1) > 1:
         rule = "cluster.device=cpu plans for this machine alone"
         problems.append(Problem("cluster.nodes", cluster.nodes, rule, "write cluster.nodes=1"))
     try:
-        return this_machine.load_calibration()
+        calibration = this_machine.load_calibration()
     except this_machine.NotCalibrated:
-        rule = "this machine is not calibrated"
         advice = "run python scripts/plan.py --calibrate (1 to 2 minutes)"
-        problems.append(Problem("cluster.device", cluster.device, rule, advice))
-        return None
+        problems.append(Problem("cluster.device", cluster.device, "this machine is not calibrated", advice))
+    if problems or calibration is None:
+        raise ConfigError(problems)
+    return calibration
 
 
 def forecast_local(config: Config, cluster: ClusterConfig, calibration: Calibration) -> Forecast:

@@ -182,12 +182,12 @@ def _elementwise(plan: Plan, tokens: int, dtype: torch.dtype) -> float:
     gate_up = torch.randn(tokens, 1, 2 * 4 * WIDTH, dtype=dtype)
     seconds = 2 * _forward_backward(lambda x: x + norm(x), [stream])
     seconds += 2 * _forward_backward(lambda x: rotate(x, *angles), [heads])
-    return seconds + _forward_backward(_silu_and_multiply, [gate_up])
 
+    def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
 
-def _silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
+    return seconds + _forward_backward(silu_and_multiply, [gate_up])
 
 
 def _loss(tokens: int, dtype: torch.dtype) -> float:
@@ -347,8 +347,7 @@ def _plans(ranks: int) -> Iterator[tuple[str, Plan]]:
 
 def _measure(plans: dict[str, Plan], plan: Plan) -> dict[str, Any]:
     """Measure on one rank; rank 0 shows the progress."""
-    device, rank = get_device(HOST), int(os.environ["RANK"])
-    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    device, rank, ranks = get_device(HOST), int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     torch_device = device.enter(int(os.environ["LOCAL_RANK"]), ranks)
     if rank:
         return measure(plans, rank, device, torch_device, lambda: None)

@@ -59,7 +59,9 @@ def main(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str]) -> int:
     from megatron_llama.config import ConfigError, load_config
 
-    words = [*argv, *([] if _selects_data(argv) else [*NO_FILES, "data.name=profile"])]
+    data = ("data=", "data.prefixes=", "data.mock=", "experiment=")
+    selects_data = any(word.lstrip("+").startswith(data) for word in argv)
+    words = [*argv, *([] if selects_data else [*NO_FILES, "data.name=profile"])]
     try:
         profile = load_config(words, cli.CONF_DIR).trainer.profile
     except ConfigError as error:
@@ -83,8 +85,3 @@ def profile_rank(plan: Plan) -> None:
     if os.environ["RANK"] == "0":
         sys.stdout.write("\n" + (plan.run_dir / PROFILE / TEXT_FILE).read_text(encoding="utf-8"))
         sys.stdout.flush()
-
-
-def _selects_data(argv: Sequence[str]) -> bool:
-    """Return whether the command line selects a dataset."""
-    return any(word.lstrip("+").startswith(("data=", "data.prefixes=", "data.mock=", "experiment=")) for word in argv)

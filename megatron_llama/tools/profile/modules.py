@@ -20,7 +20,7 @@ from megatron_llama.model.inputs import BlockInputs
 from megatron_llama.model.llama import Llama
 from megatron_llama.plan import Plan
 from megatron_llama.tools.figures import MemoryTimeline
-from megatron_llama.tools.forecast.module_work import any_layer, model_parameters
+from megatron_llama.tools.forecast.parameters import any_layer, model_parameters
 from megatron_llama.tools.profile.trace import REST, Clock, Zone
 from megatron_llama.tools.recorder import BACKWARD, FORWARD, Modules, Place
 

@@ -123,8 +123,13 @@ class _RunningPart:
         try:
             outcome = self.part.check(session, row)
             result = Result(row.name, Status.PASSED, outcome.detail, values=outcome.values)
-        except Exception as error:
-            result = _failure(row.name, error)
+        except NotRun as error:
+            result = Result(row.name, Status.NOT_RUN, str(error))
+        except CheckFailed as error:
+            result = Result(row.name, Status.FAILED, str(error), values=error.values)
+        except Exception as error:  # a fault of this program must not stop the other checks
+            values = {"traceback": "".join(traceback.format_exception(error))}
+            result = Result(row.name, Status.FAILED, f"{type(error).__name__}: {error}", values=values)
         return replace(result, seconds=session.clock.now() - begin)
 
     def _with_variants(self, row: Row, failed: Result) -> Result:
@@ -140,13 +145,3 @@ class _RunningPart:
         text = f"passes {', '.join(passed)}" if passed else f"fails also {', '.join(results)}"
         values = failed.values | {"variants": {name: result.detail for name, result in results.items()}}
         return replace(failed, detail=f"{failed.detail}; {text}", values=values)
-
-
-def _failure(name: str, error: Exception) -> Result:
-    """Return the result of a check that raised. A fault of this program must not stop the other checks."""
-    if isinstance(error, CheckFailed):
-        return Result(name, Status.FAILED, str(error), values=error.values)
-    if isinstance(error, NotRun):
-        return Result(name, Status.NOT_RUN, str(error))
-    values = {"traceback": "".join(traceback.format_exception(error))}
-    return Result(name, Status.FAILED, f"{type(error).__name__}: {error}", values=values)

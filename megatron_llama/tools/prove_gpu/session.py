@@ -34,9 +34,9 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORC
 """Beginnings of names of variables that would make a run a part of the surrounding job."""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 SENT_BACK = ("config.yaml", "plan.txt", "metrics.jsonl", "compile.json", "profile/*")
+"""Files of a run that go into the folder; checkpoints do not."""
 PROFILING = "profiling"
 """Subfolder of a run that scripts/profile.py writes."""
-"""Files of a run that go into the folder; checkpoints do not."""
 TEXTS = (".gz", ".txt", ".json", ".jsonl", ".yaml", ".md", ".log", "")
 LOG = "log.txt"
 LINES_OF_FAILURE = 3

@@ -132,7 +132,7 @@ def read_rehearsal(overrides: Sequence[str]) -> tuple[Plan, list[str], Hardware]
     if config.trainer.async_tp:
         notes.append("trainer.async_tp: rehearsed without it, because it needs compiled matmuls")
     config.trainer.compile = config.trainer.async_tp = False  # async_tp needs compile
-    plan = run.plan()
+    plan = run.world.plan()
     device = replace(plan.config.device, memory_gib=memory)
     return replace(plan, config=replace(plan.config, device=device)), notes, run.hardware
 

@@ -13,7 +13,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.system.tables import GIB, gib, short_count, text_table, wrapped_table
 from megatron_llama.system.wrapping import WIDTH
 from megatron_llama.tools.figures import MemoryTimeline
-from megatron_llama.tools.forecast.module_work import any_layer
+from megatron_llama.tools.forecast.parameters import any_layer
 from megatron_llama.tools.forecast.traffic import wire_bytes
 from megatron_llama.tools.recorder import FORWARD, RECOMPUTED, Place
 from megatron_llama.tools.rehearse.report import (
@@ -91,23 +91,17 @@ def _holders(rehearsal: Rehearsal) -> Iterator[str]:
     for holder in rehearsal.holders[:MAX_HOLDERS]:
         shape = ", ".join(map(str, holder.shape))
         where = f"{holder.operation} in {holder.module}"
-        dtype, kind = (
-            holder.dtype.replace("float", "fp").replace("bfp", "bf"),
-            holder.kind.removeprefix("activations: "),
-        )
+        dtype = holder.dtype.replace("float", "fp").replace("bfp", "bf")
+        kind = holder.kind.removeprefix("activations: ")
         rows.append((gib(holder.size), f"{holder.tensors} x {dtype} [{shape}]", kind, where))
     yield from _indented(rows)
 
 
 def _flops(rehearsal: Rehearsal) -> Iterator[str]:
     rows: list[tuple[str, ...]] = [("", "forward", "backward", "recomputed")]
-    rows += [(module, *map(_count, flops)) for module, flops in rehearsal.flops.items()]
-    rows.append(("total", *map(_count, rehearsal.total_flops)))
+    for module, flops in (*rehearsal.flops.items(), ("total", rehearsal.total_flops)):
+        rows.append((module, *(short_count(count) if count else "" for count in flops)))
     yield from (f"    {row}" for row in text_table(rows, left=1))
-
-
-def _count(count: int) -> str:
-    return short_count(count) if count else ""
 
 
 def _traffic(rehearsal: Rehearsal) -> Iterator[str]:
@@ -130,12 +124,8 @@ def _operators(rehearsal: Rehearsal, device: str) -> Iterator[str]:
     if names is None:
         return
     missing = unlisted_operators(rehearsal.operators, names)
-    yield ""
-    if not missing:
-        yield f"  operators missing from the vendor's list for device={device}: none"
-        return
-    yield f"  operators missing from the vendor's list for device={device}"
-    yield "  (with calls in the rehearsed micro batches):"
+    title = f"  operators missing from the vendor's list for device={device}"
+    yield from ("", title, "  (with calls in the rehearsed micro batches):") if missing else ("", f"{title}: none")
     yield from _indented(
         [(f"{each.calls:,}", each.name, ", ".join(filter(None, (each.module, each.place)))) for each in missing]
     )

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from megatron_llama.tools.forecast.module_work import any_layer
+from megatron_llama.tools.forecast.parameters import any_layer
 from megatron_llama.tools.recorder import BACKWARD, Modules, Place, TrafficCounter
 from megatron_llama.tools.rehearse.report import MemoryKind
 
@@ -67,26 +67,19 @@ Operation = tuple[str, str, tuple[tuple[int, ...], ...]]
 """(module, operator, shapes of its inputs)"""
 
 
-def _flash_on_cpu(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _flash_on_cpu_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
-
-
 def _flop_formulas() -> dict[Any, Any]:
     """Return torch's FLOP formulas, with the CPU's flash attention, which torch's counter lacks."""
 
     def with_ints(formula: Any) -> Any:  # the registry's formulas take tensors and the result
         return lambda *args, out_val=None, **kwargs: int(formula(*args, **kwargs, out_val=out_val))
 
-    aten = torch.ops.aten
-    extra = {
-        aten._scaled_dot_product_flash_attention_for_cpu: _flash_on_cpu,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_on_cpu_backward,
-    }
-    return {**{packet: with_ints(formula) for packet, formula in flop_registry.items()}, **extra}
+    def of_shapes(count: Any, inputs: int) -> Any:  # of the query, key and value, preceded by the gradient
+        return lambda *args, **_: int(count(*(x.shape for x in args[:inputs])))
+
+    forward, aten = "_scaled_dot_product_flash_attention_for_cpu", torch.ops.aten
+    flash = {getattr(aten, forward): of_shapes(sdpa_flop_count, 3)}
+    flash[getattr(aten, f"{forward}_backward")] = of_shapes(sdpa_backward_flop_count, 4)
+    return {packet: with_ints(formula) for packet, formula in flop_registry.items()} | flash
 
 
 class StorageRecord:
@@ -269,7 +262,7 @@ class StepWatcher(TorchDispatchMode):
         read = name in _HOST_WAITS and not self._is_number_of_host(args[0])
         if read or (name == "copy_" and self._synchronizes(*args, **kwargs)):
             self.host_waits[name, _caller()] += 1
-        elif name in _SHAPE_FROM_VALUES or (name.startswith("index") and _is_mask_index(args)):
+        elif name in _SHAPE_FROM_VALUES or (name.startswith("index") and any(map(_is_mask, tree_leaves(args[1:2])))):
             self.shapes_from_values[name, _caller()] += 1
         key = (func, any_layer(_module(place)))
         caller, count = self.operators.get(key) or (_caller(), 0)
@@ -288,10 +281,9 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
-def _is_mask_index(args: tuple[Any, ...]) -> bool:
+def _is_mask(index: Any) -> bool:
     """Return whether an index is a mask, so that the size of the result is data-dependent."""
-    indices = [i for a in args[1:2] if isinstance(a, list | tuple) for i in a]
-    return any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
 def _frames() -> Iterator[tuple[str, str, Any]]:

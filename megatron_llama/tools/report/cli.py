@@ -59,7 +59,9 @@ def write_report(folders: Sequence[Path], output: Path) -> int:
     from megatron_llama.tools.report.page import render
     from megatron_llama.tools.report.runs import read_run
 
-    problems = [*check_runs(folders), *check_output(output)]
+    problems = check_runs(folders)
+    if output.is_dir():
+        problems.append(Problem("--output", str(output), "is a folder", f"write --output {output / REPORT_FILE}"))
     runs = []
     for folder, name in zip(folders, labels([str(folder.resolve()) for folder in folders]), strict=True):
         if any(problem.value == str(folder) for problem in problems):
@@ -109,15 +111,6 @@ def check_runs(folders: Sequence[Path]) -> list[Problem]:
         if rule:
             problems.append(Problem("RUN", str(folder), rule, instead))
     return problems
-
-
-def check_output(output: Path) -> list[Problem]:
-    """Return the problem of an output that is a folder."""
-    from megatron_llama.config import Problem
-
-    if not output.is_dir():
-        return []
-    return [Problem("--output", str(output), "is a folder", f"write --output {output / REPORT_FILE}")]
 
 
 def write_run_report(folder: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_llama.config.problems import format_value, shorten
 from megatron_llama.system.progress import duration
 from megatron_llama.system.tables import gib, short_count
-from megatron_llama.tools.pages import markup, render_page
+from megatron_llama.tools.figures import markup, render_page
 from megatron_llama.tools.report.curves import AXES, LOSS, MEMORY, MFU, SPEED, STEP_TIME, VALIDATION, Curve
 from megatron_llama.tools.report.runs import Run, describe_end, differing_settings, pipeline_svg
 from megatron_llama.topology import Grid
@@ -212,17 +212,10 @@ def _starts(run: Run) -> dict[str, Any]:
     before = max(0, len(run.starts) - MOST_STARTS)
     rows = []
     for number, start in enumerate(run.starts[before:], start=before + 1):
-        rows.append(
-            {
-                "#": f"{number}",
-                "started (UTC)": _time(start.time),
-                "from step": "" if start.step is None else f"{start.step:,}",
-                "to step": "" if start.last_step is None else f"{start.last_step:,}",
-                "time": "" if start.ended is None else duration(start.ended - start.time),
-                "end": describe_end(start, number == len(run.starts)),
-                "command": start.command,
-            }
-        )
+        first, last = ("" if step is None else f"{step:,}" for step in (start.step, start.last_step))
+        row = {"#": f"{number}", "started (UTC)": _time(start.time), "from step": first, "to step": last}
+        row["time"] = "" if start.ended is None else duration(start.ended - start.time)
+        rows.append({**row, "end": describe_end(start, number == len(run.starts)), "command": start.command})
     return {"rows": rows, "before": before}
 
 

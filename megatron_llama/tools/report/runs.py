@@ -57,15 +57,6 @@ class Shares:
 
 
 @dataclass
-class Samples:
-    """Texts generated at the end of a run."""
-
-    step: int | None
-    texts: list[tuple[str, str]] = field(default_factory=list)
-    """(prompt, prompt with its continuation)."""
-
-
-@dataclass
 class Run:
     """A run folder."""
 
@@ -76,7 +67,8 @@ class Run:
     """Settings in use, by full name; empty if config.yaml cannot be read."""
     starts: list[Start] = field(default_factory=list)
     plan: str = ""
-    samples: Samples | None = None
+    samples: dict[str, Any] | None = None
+    """Texts generated at the end: ``step``, and ``texts`` with pairs (prompt, prompt with its continuation)."""
     shares: Shares | None = None
     notes: list[str] = field(default_factory=list)
     """Missing and damaged parts."""
@@ -135,7 +127,7 @@ def read_run(folder: Path, name: str) -> Run:
     return run
 
 
-def _read_samples(run: Run) -> Samples | None:
+def _read_samples(run: Run) -> dict[str, Any] | None:
     path = run.folder / SAMPLES_FILE
     if not os.path.lexists(path):
         return None
@@ -146,7 +138,7 @@ def _read_samples(run: Run) -> Samples | None:
     except (OSError, ValueError, LookupError, TypeError) as error:
         run.notes.append(f"no samples: {SAMPLES_FILE}: {getattr(error, 'strerror', None) or repr(error)}")
         return None
-    return Samples(step if type(step) is int else None, texts)
+    return {"step": step if type(step) is int else None, "texts": texts}
 
 
 def _read_shares(run: Run) -> Shares | None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_llama import cli
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.plan import Plan
+from megatron_llama.plan import Plan, layout_lines
 from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.tables import text_table
-from megatron_llama.tools.common import MOCK_RUN, run_tool
+from megatron_llama.tools.common import MOCK_RUN, format_ranks, run_tool
 from megatron_llama.tools.forecast.traffic import Operation, step_operations
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def _run(argv: Sequence[str]) -> int:
     if measure:
         return _measure(find_world(cli.parse_overrides([*overrides, *more]), None).plan())
     run = read_planned_run(overrides, more)
-    lines = [*run.hardware.head(), *predicted_lines(run.plan(), run.hardware.title)]
+    lines = [*run.hardware.head(), *predicted_lines(run.world.plan(), run.hardware.title)]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
@@ -102,11 +101,8 @@ def _table(head: Sequence[str], lines: Sequence[TrafficKey], amounts: Sequence[S
     return [f"  {row}" for row in text_table([("axis", "kind", "ranks", *head), *rows], left=2)]
 
 
-def _head(plan: Plan, hardware: str | None = None) -> Iterator[str]:
-    from megatron_llama.plan import layout_lines
-
-    yield from layout_lines(plan, hardware)
-    yield "bytes per training step and rank"
+def _head(plan: Plan, hardware: str | None = None) -> list[str]:
+    return [*layout_lines(plan, hardware), "bytes per training step and rank"]
 
 
 def compared_lines(by_rank: Sequence[Sequence[Traffic]]) -> Iterator[str]:
@@ -114,7 +110,6 @@ def compared_lines(by_rank: Sequence[Sequence[Traffic]]) -> Iterator[str]:
 
     ``by_rank`` has for each rank the predicted traffic, then the traffic of each counted step.
     """
-
     for number, rank_traffic in enumerate(by_rank):
         if rank_traffic not in by_rank[:number]:
             yield ""
@@ -170,11 +165,3 @@ def groups_of_ranks(plan: Plan) -> list[tuple[list[int], list[Operation]]]:
         operations = operations_at(topology.place["pp"], topology.shard_rank, tp_rank, replica)
         groups.setdefault(operations, []).append(rank)
     return [(ranks, list(shared)) for shared, ranks in groups.items()]
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Format the ranks 0 1 2 3 8 9 10 11 as 0-3, 8-11."""
-    # Within a span of successive ranks, rank minus position is constant.
-    spans = itertools.groupby(enumerate(sorted(ranks)), lambda item: item[1] - item[0])
-    ends = [(span[0][1], span[-1][1]) for span in (list(items) for _, items in spans)]
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ends)

@@ -66,7 +66,7 @@ class Candidate:
     seconds: float
     """Seconds of a step."""
     key: str
-    """The settings as command-line overrides."""
+    """The settings as command-line overrides, without null values."""
 
     def grown_peak(self, scale: float) -> float:
         """Return the peak bytes of the heaviest rank with activations and buffers multiplied by ``scale``."""
@@ -146,7 +146,7 @@ class Tuner:
             first.states,
             self.target.required_bytes(most.total, ranks),
             self.target.seconds(plan, ranks),
-            format_overrides(settings),
+            " ".join(f"{name}={format_value(value)}" for name, value in settings.items() if value is not None),
         )
 
     def enumerate(
@@ -255,11 +255,6 @@ def fixed_settings(config: Config, overrides: list[str]) -> dict[str, Any]:
     names = {text.partition("=")[0] for text in overrides}
     values = {name: get(config, name) for name in TUNED if name in names}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def format_overrides(settings: Mapping[str, Any]) -> str:
-    """Format settings as command-line overrides, without null values."""
-    return " ".join(f"{name}={format_value(value)}" for name, value in settings.items() if value is not None)
 
 
 def _divisors(number: int) -> Iterator[int]:

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 from megatron_llama.config import Config, ConfigError
@@ -122,7 +121,12 @@ def sequence_table(
                 size = ranks // (tp * pp) if cp == "all" else int(cp)
                 grid = Grid.of(config.trainer).resized(tp=tp, pp=pp, cp=size).with_world(ranks)
                 settings = {**_cell_settings(config, fixed, grid, zero), **more}
-                tokens = _longest_or_none(tuned, settings, ranks, partial(_fits_on, target.subset(ranks)))
+                try:
+                    tokens = longest_sequence(tuned, settings, ranks, target.subset(ranks).fits)
+                except ConfigError:  # a rule rejects the combination with context parallelism or offload
+                    if size == 1 and OFFLOAD not in settings:
+                        raise
+                    tokens = 0
                 table.setdefault((method, saving, cp, zero), {})[ranks] = tokens
                 progress(next(done))
     return table
@@ -135,20 +139,6 @@ def _table_rows(config: Config, fixed: Mapping[str, Any]) -> Iterator[tuple[str,
     for (saving, more), cp in itertools.product(savings(config, fixed).items(), contexts):
         for zero in zeros[-1:] if OFFLOAD in more else zeros:
             yield saving, more, cp, zero
-
-
-def _longest_or_none(tuned: Tuner, settings: Mapping[str, Any], ranks: int, fits: Fits) -> int:
-    """Return the longest sequence; 0 if a rule rejects the combination with context parallelism or offload."""
-    try:
-        return longest_sequence(tuned, settings, ranks, fits)
-    except ConfigError:
-        if settings["trainer.cp"] == 1 and OFFLOAD not in settings:
-            raise
-        return 0
-
-
-def _fits_on(target: Target, each: Candidate) -> bool:
-    return target.required_bytes(each.peak, each.ranks) <= target.usable_bytes
 
 
 def rank_counts(target: Target, block: int) -> list[int]:

@@ -33,9 +33,17 @@ from megatron_llama.tools.tune.longest import (
     sequence_lines,
     sequence_table,
 )
-from megatron_llama.tools.tune.search import SearchResult, enumerate_candidates, format_outcome, make_attempt, search
+from megatron_llama.tools.tune.search import SearchResult, enumerate_candidates, format_outcome, search
 from megatron_llama.tools.tune.target import Target, find_target
-from megatron_llama.tools.tune.trial import DONE, Journal, check_name, experiment_path, experiment_text
+from megatron_llama.tools.tune.trial import (
+    DONE,
+    Journal,
+    TrialOutcome,
+    check_name,
+    experiment_path,
+    experiment_text,
+    run_trial,
+)
 
 STATED = ("data.seq_length", "trainer.global_batch_size", "trainer.precision", "device.name")
 """Settings that each experiment file states, also if they are defaults."""
@@ -135,7 +143,7 @@ def _max_seq_len(request: TuneRequest, tuned: Tuner, trials: int) -> None:
     scale, positions = 1.0, config.model.max_position_embeddings
     for _ in range(max(1, trials)):
         with ProgressBar("forecast", "layouts") as bar:
-            tokens, more = longest_in_any_layout(tuned, partial(_fits, target, scale), bar.show)
+            tokens, more = longest_in_any_layout(tuned, partial(target.fits, scale=scale), bar.show)
         if not tokens:
             raise NothingWorks(f"Sequences of {STEP} tokens do not fit on {target}.")
         capped = min(tokens, positions)
@@ -149,10 +157,6 @@ def _max_seq_len(request: TuneRequest, tuned: Tuner, trials: int) -> None:
             return
         scale = result.history.memory_scale * LENGTH_MARGIN
     raise NothingWorks("\n".join(failure_lines(result)))
-
-
-def _fits(target: Target, scale: float, each: Candidate) -> bool:
-    return target.required_bytes(each.grown_peak(scale), each.ranks) <= target.usable_bytes
 
 
 def _min_devices(request: TuneRequest, tuned: Tuner, trials: int) -> None:
@@ -185,9 +189,13 @@ def search_or_fail(request: TuneRequest, tuned: Tuner, space: CandidateSpace, tr
 
 
 def run_search(request: TuneRequest, tuned: Tuner, space: CandidateSpace, trials: int) -> SearchResult:
-    """Run a search with its trials in ``tune.dir``."""
+    """Run a search with its trials in subfolders of ``tune.dir``."""
     folder, target = Path(str(request.tune.dir)), tuned.target
-    attempt = make_attempt(request.overrides, request.tune, folder, target.nodes)
+
+    def attempt(candidate: Candidate, best: float | None) -> TrialOutcome:
+        name = candidate.key.replace("trainer.", "").replace("=", "").replace(" ", "-")
+        return run_trial(candidate, request.overrides, request.tune, folder / name, best, target.nodes)
+
     if not trials:
         return search(tuned, space, 0, None, attempt)
     machine = f"{target.ranks} {target.name}"
@@ -296,8 +304,9 @@ def result_lines(result: SearchResult, config: Config) -> Iterator[str]:
     shown = [*enumerate(result.ranking[:SHOWN], 1), *((0, each) for each in failed)]
     for number, each in shown:
         label = str(number) if number else "-"
+        values = ("-" if each.settings[name] is None else str(each.settings[name]) for name in TUNED)
         numbers = (f"{each.seconds:.4g}", f"{tokens / each.seconds:,.0f}", f"{each.required_bytes / GIB:.2f}")
-        forecast.append([label, *_values(each), *numbers])
+        forecast.append([label, *values, *numbers])
         measured.append([label, *_measured(result, each, tokens)])
     yield "forecast"
     yield from text_table(forecast, left=1)
@@ -309,12 +318,6 @@ def result_lines(result: SearchResult, config: Config) -> Iterator[str]:
         yield from text_table(measured, left=1)
     yield ""
     yield from rejection_lines(result)
-
-
-def _values(candidate: Candidate) -> list[str]:
-    """Return the settings' values, "-" for null."""
-    values = (candidate.settings[name] for name in TUNED)
-    return ["-" if value is None else str(value) for value in values]
 
 
 def _measured(result: SearchResult, candidate: Candidate, tokens: int) -> list[str]:

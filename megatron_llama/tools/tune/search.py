@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama.config import ConfigError
@@ -13,10 +12,9 @@ from megatron_llama.plan.memory import SURE
 from megatron_llama.system.progress import ProgressBar
 from megatron_llama.system.tables import gib
 from megatron_llama.system.wrapping import fill
-from megatron_llama.tools.settings import TuneConfig
 from megatron_llama.tools.tune.candidates import TUNED, Candidate, CandidateSpace, Tuner
 from megatron_llama.tools.tune.target import Target
-from megatron_llama.tools.tune.trial import DONE, MEMORY, SLOW, Journal, TrialOutcome, run_trial
+from megatron_llama.tools.tune.trial import DONE, MEMORY, SLOW, Journal, TrialOutcome
 
 if TYPE_CHECKING:
     import numpy as np
@@ -143,16 +141,6 @@ def rank_candidates(history: TrialHistory, candidates: Sequence[Candidate]) -> l
     rest = [(round(seconds, 6), each) for seconds, each in zip(history.predict_seconds(left), left, strict=True)]
     rest.sort(key=lambda pair: (pair[0], pair[1].sort_key[1:]))
     return [each for _, each in [*sorted(done, key=lambda pair: pair[0]), *rest]]
-
-
-def make_attempt(overrides: Sequence[str], tune: TuneConfig, folder: Path, nodes: int) -> TrialFunction:
-    """Return a function that runs trials of train.py in subfolders of ``folder``."""
-
-    def attempt(candidate: Candidate, best: float | None) -> TrialOutcome:
-        name = candidate.key.replace("trainer.", "").replace("=", "").replace(" ", "-")
-        return run_trial(candidate, overrides, tune, folder / name, best, nodes)
-
-    return attempt
 
 
 # Corrections of the memory and time forecasts by trials.

@@ -11,12 +11,13 @@ from megatron_llama.config import load_config
 from megatron_llama.optim import build_optimizer
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.memory import stage_footprints
+from megatron_llama.tools.common import format_ranks
 from megatron_llama.tools.forecast.traffic import Amount, TrafficKey, between_nodes, totals, wire_bytes
 from megatron_llama.tools.rehearse.cli import read_rehearsal
 from megatron_llama.tools.rehearse.rehearsal import rehearse
 from megatron_llama.tools.rehearse.report import MemoryKind
 from megatron_llama.tools.steps import open_steps
-from megatron_llama.tools.traffic.cli import format_ranks, groups_of_ranks, operations_of_rank
+from megatron_llama.tools.traffic.cli import groups_of_ranks, operations_of_rank
 from tests.compiled import needs_compiler
 from tests.oracle import make_plan, rank_data, rank_groups, rank_model
 from tests.paths import CONF
