@@ -103,7 +103,10 @@ def load_section(owner: type[Owner], section: str, overrides: Sequence[str]) -> 
             instead = f"write {guess}={written}" if guess else f"write one of {', '.join(settings)}"
             problems.append(Problem(name, written, "unknown setting", instead))
             continue
-        value = written if setting.kind is str and written != "null" else _read(written)
+        value: Any = written
+        if setting.kind is not str or written == "null":
+            with contextlib.suppress(yaml.YAMLError):  # else the text itself
+                value = yaml.safe_load(written)
         if setting.kind is float and isinstance(value, str):  # YAML reads 2e12 as text
             with contextlib.suppress(ValueError):
                 value = float(value)
@@ -114,11 +117,3 @@ def load_section(owner: type[Owner], section: str, overrides: Sequence[str]) -> 
         else:
             values[name.removeprefix(section + ".")] = setting.kind(value) if value is not None else None
     return owner(**values), rest, problems
-
-
-def _read(written: str) -> Any:
-    """Parse a value as YAML; return the text itself if it is invalid."""
-    try:
-        return yaml.safe_load(written)
-    except yaml.YAMLError:
-        return written

@@ -11,8 +11,7 @@ import yaml
 from megatron_llama import cli
 from megatron_llama.config import ConfigError
 from megatron_llama.tools.pipeline.cli import plan_picture
-from megatron_llama.tools.plan.forecast_page import report_lines
-from megatron_llama.tools.plan.forecast_run import forecast_run
+from megatron_llama.tools.plan.forecast_run import forecast_run, report_lines
 from megatron_llama.tools.planned_run import BATCH, PlannedRun, read_planned_run
 from megatron_llama.tools.rehearse.cli import read_rehearsal
 from megatron_llama.tools.traffic import cli as traffic
@@ -42,7 +41,7 @@ def test_all_tools_agree_on_one_command(device: list[str], capsys: pytest.Captur
         forecast_run([*words, "data.mock=true", "dry_run=true"]).plan.config,
         read_rehearsal(words)[0].config,
         plan_picture(words, measure=False)[0].config,
-        planned(*words).plan().config,
+        planned(*words).world.plan().config,
     ]
     for config in configs:
         batch = config.trainer.global_batch_size, config.data.length, config.trainer.precision
@@ -80,7 +79,7 @@ def test_defaults_equal_the_recipe(recipe: Path) -> None:
     batch = content["trainer"]["global_batch_size"]
     with pytest.raises(ConfigError, match=f"{BATCH}={batch}"):
         planned(f"model={model}")
-    config = planned(f"model={model}", f"{BATCH}={batch}").plan().config
+    config = planned(f"model={model}", f"{BATCH}={batch}").world.plan().config
     assert config.data.length == content["data"]["seq_length"]
     assert config.trainer.precision == content["trainer"]["precision"]
     assert planned(f"+experiment={recipe.stem}").world.config.trainer.global_batch_size == batch

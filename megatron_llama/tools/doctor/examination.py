@@ -245,7 +245,7 @@ def _speed_table(measured: Mapping[str, Any]) -> list[str]:
         lines.append(f"Links between nodes: {min(links):,.0f} to {max(links):,.0f} MB/s.")
     if not slowest:
         return lines
-    rows = [("axis", "collective", "ranks", "size", "time", "algorithm", "bus")]
+    rows: list[tuple[str, ...]] = [("axis", "collective", "ranks", "size", "time", "algorithm", "bus")]
     for rate in slowest:
         size = f"{rate.size >> 20} MiB" if rate.size >= 1 << 20 else f"{rate.size >> 10} KiB"
         bandwidths = [f"{each / 1e9:.3f} GB/s" for each in (rate.algorithm_bandwidth, rate.bus_bandwidth)]

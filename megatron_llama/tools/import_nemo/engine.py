@@ -213,7 +213,7 @@ class Conversion:
                 self.conversions.setdefault(key, KeyConversion(key, value, Kind.UNSUPPORTED, why=why))
 
     def dataset(self, key: str, prefixes: Sequence[Any], *, is_missing: bool = True) -> None:
-        """Convert the prefixes of a dataset; without them the run has none, and not the default one."""
+        """Convert the prefixes of a dataset; without them the run does not use the default dataset."""
         self.settings |= {"data.prefixes": prefixes, "data.prepare": None, "data.tokenizer": None}
         if prefixes:
             self.settings["data.name"] = self.result.name

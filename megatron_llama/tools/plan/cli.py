@@ -72,8 +72,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _plan(overrides: Sequence[str], as_json: bool) -> int:
-    from megatron_llama.tools.plan.forecast_page import report_json, report_lines
-    from megatron_llama.tools.plan.forecast_run import forecast_run
+    from megatron_llama.tools.plan.forecast_run import forecast_run, report_json, report_lines
 
     forecast = forecast_run([*overrides, *NO_FILES, "dry_run=true"])
     text = json.dumps(report_json(forecast), indent=1) if as_json else "\n".join(report_lines(forecast))

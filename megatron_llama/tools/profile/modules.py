@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class ModuleClock(Modules):
     def _backward(self, zone: Zone) -> None:
         if self._clock.zone.phase != BACKWARD:
             engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-            engine.queue_callback(lambda: self._clock.move(Zone(REST)))
+            engine.queue_callback(partial(self._clock.move, Zone(REST)))  # type: ignore[arg-type]
         self._clock.move(zone)
 
     def _count(self, chunk: int, args: tuple[Any, ...]) -> None:

@@ -148,17 +148,13 @@ class _Batches:
     def at(self, consumed_samples: int) -> Sequence[MicroBatch]:
         self._alive = []
         for batch in self.all_of_a_step():
-            if self.other_documents:
-                batch = _with_other_documents(batch)
-            device_batch = batch if self._mode is None else batch.on(self._mode.from_tensor)
-            tensors = [device_batch.tokens, device_batch.labels, device_batch.loss_mask, device_batch.token_counts]
-            if device_batch.documents is not None:
-                tensors += [device_batch.documents.ids, device_batch.documents.cu_seqlens]
-            if device_batch.subsets is not None:
-                tensors += [device_batch.subsets.rows, device_batch.subsets.inverse, device_batch.subsets.positions]
-            self._watch.label(tensors, MemoryKind.BATCH)
-            self._alive.append(device_batch)
+            self._alive.append((_with_other_documents(batch) if self.other_documents else batch).on(self._labelled))
         return self._alive[: self.count]
+
+    def _labelled(self, tensor: torch.Tensor) -> torch.Tensor:
+        moved = tensor if self._mode is None else self._mode.from_tensor(tensor)
+        self._watch.label([moved], MemoryKind.BATCH)
+        return moved
 
 
 class _StepCounts(NamedTuple):

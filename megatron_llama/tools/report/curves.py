@@ -50,26 +50,17 @@ class Bucket:
     sums: dict[str, list[float]] = field(default_factory=dict)
     """By metric: count, sum, smallest and largest value."""
 
-    def add(self, metrics: Mapping[str, float]) -> None:
-        """Add the finite values of a step."""
-        for name, value in metrics.items():
-            known = self.sums.get(name)
-            if known is None:
-                self.sums[name] = [1, value, value, value]
-            else:
-                known[0] += 1
-                known[1] += value
-                if value < known[2]:
-                    known[2] = value
-                elif value > known[3]:
-                    known[3] = value
-
     def merge(self, later: Bucket) -> None:
         """Add the bucket of the following steps."""
         self.step, self.tokens = later.step, later.tokens
         for name, (count, total, low, high) in later.sums.items():
             known = self.sums.setdefault(name, [0, 0.0, low, high])
-            known[:] = [known[0] + count, known[1] + total, min(known[2], low), max(known[3], high)]
+            known[0] += count
+            known[1] += total
+            if low < known[2]:
+                known[2] = low
+            if high > known[3]:
+                known[3] = high
 
 
 class Curve:
@@ -82,26 +73,23 @@ class Curve:
         self._limit, self._start = limit, 0
 
     def add(self, step: int, tokens: int | None, metrics: Mapping[str, float]) -> None:
-        """Add a step, above the last one."""
+        """Add the finite values of a step, above the last one."""
         if not self.buckets:
             self._start = step
-        if self.buckets and self._place(self.buckets[-1].first) == self._place(step):
-            self.buckets[-1].step, self.buckets[-1].tokens = step, tokens
-        else:
-            self.buckets.append(Bucket(step, step, tokens))
-        self.buckets[-1].add(metrics)
+        self._append(Bucket(step, step, tokens, {name: [1, value, value, value] for name, value in metrics.items()}))
         while len(self.buckets) > self._limit:
             self.width *= 2
-            merged: list[Bucket] = []
-            for bucket in self.buckets:
-                if merged and self._place(merged[-1].first) == self._place(bucket.first):
-                    merged[-1].merge(bucket)
-                else:
-                    merged.append(bucket)
-            self.buckets = merged
+            buckets, self.buckets = self.buckets, []
+            for bucket in buckets:
+                self._append(bucket)
 
-    def _place(self, step: int) -> int:
-        return (step - self._start) // self.width
+    def _append(self, bucket: Bucket) -> None:
+        """Add a bucket at the end, or to the last one if it has the same range."""
+        last = self.buckets[-1] if self.buckets else None
+        if last and (last.first - self._start) // self.width == (bucket.first - self._start) // self.width:
+            last.merge(bucket)
+        else:
+            self.buckets.append(bucket)
 
     @property
     def names(self) -> list[str]:

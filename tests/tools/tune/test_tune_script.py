@@ -11,7 +11,7 @@ from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import load_config
 from megatron_llama.config.fields import get
 from megatron_llama.system.files import locked_folder
-from megatron_llama.tools.tune import objectives, search, trial
+from megatron_llama.tools.tune import objectives, trial
 from megatron_llama.tools.tune.candidates import TUNED, Candidate, Tuner
 from megatron_llama.tools.tune.cli import main
 from megatron_llama.tools.tune.longest import (
@@ -124,14 +124,14 @@ def test_trials_on_this_machine(
         assert words == WORDS
         return TrialOutcome(DONE, 2 * candidate.seconds, candidate.first_peak + (500 << 20))
 
-    monkeypatch.setattr(search, "run_trial", attempt)
+    monkeypatch.setattr(objectives, "run_trial", attempt)
     assert main([*WORDS, "tune.trials=3", "tune.name=here", "cluster.devices_per_node=2"]) == 0
     captured = capsys.readouterr()
     assert captured.err.count("trial ") == 3 and "\nmeasured\n" in captured.out and "not tried" in captured.out
     text = (output_dir / "here.yaml").read_text()
     assert "Measured: a step of" in text and "3 trials" in text
     assert (output_dir / "runs/tune-here/trials.json").exists()
-    monkeypatch.setattr(search, "run_trial", lambda *_: TrialOutcome(FAILED, message="no disk"))
+    monkeypatch.setattr(objectives, "run_trial", lambda *_: TrialOutcome(FAILED, message="no disk"))
     assert main([*WORDS, "tune.trials=2", "tune.name=other", "cluster.devices_per_node=2"]) == 1
     assert "no disk" in capsys.readouterr().err and not (output_dir / "other.yaml").exists()
     with locked_folder(output_dir / "runs/tune-other"):
