@@ -90,10 +90,8 @@ def _source_in(folder: Path) -> Path:
     if folder in folders or len(folders) == 1:
         return folder if folder in folders else folders[0]
     if folders:
-        listed = ", ".join(str(path.relative_to(folder)) for path in folders[:8]) + (
-            ", ..." if len(folders) > 8 else ""
-        )
-        rule = f"has {len(folders)} TensorBoard folders: {listed}"
+        listed = ", ".join(str(path.relative_to(folder)) for path in folders[:8])
+        rule = f"has {len(folders)} TensorBoard folders: {listed}{', ...' if len(folders) > 8 else ''}"
         raise run_error(folder, rule, f"write one of them, such as {folders[0]}")
     raise run_error(folder, f"has no {METRICS_FILE}, no {TRAINER_STATE} and no {EVENTS}* file", A_PATH)
 

@@ -201,10 +201,8 @@ def _leaves_band(gap: Floats, bins: Floats, comparison: Comparison) -> Divergenc
     outside = missing | (np.abs(gap) > comparison.band)
     # The median of the last half window ignores a spike of a few steps at the end. NaN counts as outside.
     last = min(len(bins), max(3, grid.window // 2))
-    outside_at_end = ~(
-        abs(np.median((bins - comparison.reference_bins)[-last:] / np.abs(comparison.reference_bins[-last:])))
-        <= comparison.band[-1]
-    )
+    end_gaps = (bins - comparison.reference_bins)[-last:] / np.abs(comparison.reference_bins[-last:])
+    outside_at_end = not abs(np.median(end_gaps)) <= comparison.band[-1]
     changes = np.flatnonzero(np.diff(outside, prepend=False, append=False))
     for first, after in zip(changes[::2], changes[1::2], strict=True):
         end = None if after == len(outside) else float(centers[after])

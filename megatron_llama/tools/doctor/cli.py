@@ -160,12 +160,8 @@ def _connect(context: ProcessContext | None) -> tuple[Connections | None, list[F
 
 def _show(report: DoctorReport, *, as_json: bool) -> None:
     show_line("")
-    text = (
-        json.dumps(report.as_json(), indent=1, ensure_ascii=False) + "\n"
-        if as_json
-        else report.page(colour=sys.stdout.isatty())
-    )
-    sys.stdout.write(text)
+    text = json.dumps(report.as_json(), indent=1, ensure_ascii=False) + "\n" if as_json else None
+    sys.stdout.write(text or report.page(colour=sys.stdout.isatty()))
     sys.stdout.flush()
 
 

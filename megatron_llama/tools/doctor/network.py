@@ -75,12 +75,14 @@ def judge_interfaces(nodes: Sequence[NodeState]) -> Iterator[Finding]:
             remedy = f"train.py needs no fix: it selects {interface_of_node(node) or 'the right interface'};"
             yield Finding(INTERFACES, NOTES, node.name, message, f"{remedy} for other programs correct /etc/hosts")
     for quantity, words in (("mtu", "MTU"), ("megabits", "speed in Mbit/s")):
-        values = [_used(node).get(quantity) for node in nodes]
-        usual = majority(values)
-        for node, value in zip(nodes, values, strict=True):
+        names = [interface_of_node(node) for node in nodes]
+        used = [node.seen[INTERFACES]["interfaces"].get(name, {}) for node, name in zip(nodes, names, strict=True)]
+        usual = majority([interface.get(quantity) for interface in used])
+        for node, name, interface in zip(nodes, names, used, strict=True):
+            value = interface.get(quantity)
             if value is not None and usual is not None and value != usual:
-                message = f"the {words} of {interface_of_node(node)} is {value}; on most nodes {usual}"
-                remedy = f"run ip link set {interface_of_node(node)} mtu {usual}" if quantity == "mtu" else _CABLE
+                message = f"the {words} of {name} is {value}; on most nodes {usual}"
+                remedy = f"run ip link set {name} mtu {usual}" if quantity == "mtu" else _CABLE
                 yield Finding(INTERFACES, WARNS, node.name, message, remedy)
 
 
@@ -106,11 +108,6 @@ def interface_of_node(node: NodeState) -> str | None:
     """Return the interface with the address that other nodes use for this node."""
     interfaces = node.seen[INTERFACES]["interfaces"].items()
     return next((name for name, each in interfaces if node.address and each["address"] == node.address), None)
-
-
-def _used(node: NodeState) -> dict[str, Any]:
-    name = interface_of_node(node)
-    return node.seen[INTERFACES]["interfaces"][name] if name else {}
 
 
 def _read(interface: str, name: str) -> str:

@@ -265,11 +265,9 @@ def _overhead(calibration: Calibration, job: Job) -> _Overhead:
 
     step = max(0.0, steps["small"] - per_micro_batch - sent(small))
     count = parameters(large.model)
-    added = (
-        (steps["large, 4 micro batches"] - steps["large"]) / 3 - work(large) - layers * operation * kernel_count(large)
-    )
-    added = max(0.0, added) / count
-    rest = steps["large"] - step - work(large) - sent(large) - layers * operation * kernel_count(large)
+    computing = work(large) + layers * operation * kernel_count(large)
+    added = max(0.0, (steps["large, 4 micro batches"] - steps["large"]) / 3 - computing) / count
+    rest = steps["large"] - step - computing - sent(large)
     rest -= count * (added + measured["adam"] / ranks)
     return _Overhead(step, operation, max(0.0, rest) / count, added)
 

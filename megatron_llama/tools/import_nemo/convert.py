@@ -106,14 +106,13 @@ class NemoConversion(Conversion):
             self.convert_key("model.ffn_hidden_size", "model.intermediate_size", width)
         elif hidden is not None and "model.intermediate_size" not in self.settings:
             self.settings["model.intermediate_size"] = 4 * hidden
-            self.record(
-                "model.ffn_hidden_size", Kind.RENAMED, f"model.intermediate_size={4 * hidden}", "NeMo's default"
-            )
+            setting = f"model.intermediate_size={4 * hidden}"
+            self.record("model.ffn_hidden_size", Kind.RENAMED, setting, "NeMo's default")
         if self.get("model.model_config") is None:
             self._assume_llama_parts()
         if self.settings.get("model.tie_word_embeddings") is None and self.get(keys.TIED) is None:
             self.settings["model.tie_word_embeddings"] = True
-            self.result.assumed.append("model.tie_word_embeddings=true, NeMo's default; Llama configs set false")
+            self.assumed.append("model.tie_word_embeddings=true, NeMo's default; Llama configs set false")
         if is_on(self.values, key := "model.scale_positional_embedding"):
             self.convert_key(key, "model.rope_scaling", {"rope_type": "llama3"}, "Llama 3.1's")
         if (factor := self.get(key := "model.seq_len_interpolation_factor")) not in (None, 1):
@@ -128,7 +127,7 @@ class NemoConversion(Conversion):
         for part, default in keys.GPT_DEFAULTS.items():
             if all(self.get(f"model.{key}") is None for key in part.split()):
                 name = part.partition(" ")[0]
-                self.result.assumed.append(f"model.{name} as in Llama: not given, and NeMo's default is {default}")
+                self.assumed.append(f"model.{name} as in Llama: not given, and NeMo's default is {default}")
 
     def _hugging_face(self, path: str) -> None:
         folder = os.path.dirname(path) if path.endswith(".json") else path
@@ -163,7 +162,7 @@ class NemoConversion(Conversion):
         size, known_by = embedding_rows([str(path) for path in paths if path])
         self.settings["model.vocab_size"] = size
         if known_by:
-            self.result.assumed.append(
+            self.assumed.append(
                 f"model.vocab_size={size}, {known_by}: the tokenizer of the file was not found; "
                 "write model.vocab_size=N after the file to change it"
             )
@@ -227,10 +226,10 @@ class NemoConversion(Conversion):
                 self.convert_key(limit, "trainer.val_steps", batches)
                 return
             why = f"{batches} is a share of the validation set; set trainer.val_steps=N, in global batches"
-            self.result.assumed.append(f"trainer.val_steps is omitted: {limit}={why}")
+            self.assumed.append(f"trainer.val_steps is omitted: {limit}={why}")
         else:
             why = f"{every} is a share of an epoch"
-            self.result.assumed.append(
+            self.assumed.append(
                 f"no validation: {interval}={why}; write {interval}=N after the file, an integer, for every N steps"
             )
         self.record(f"{interval} {limit}", Kind.MEANINGLESS, why=why)
@@ -249,7 +248,7 @@ class NemoConversion(Conversion):
             if self.get(f"model.optim.{key}") is None:
                 self.settings[f"optim.{key}"] = value
                 if key != "eps":
-                    self.result.assumed.append(f"optim.{key}={format_value(value)}, the optimizer's default in NeMo")
+                    self.assumed.append(f"optim.{key}={format_value(value)}, the optimizer's default in NeMo")
         if self.get("model.optim.lr") is None:
             self.require("model.optim.lr", "3e-4")
         self.convert_key("trainer.gradient_clip_val", "optim.clip", self.get("trainer.gradient_clip_val", 0) or None)
@@ -296,7 +295,7 @@ class NemoConversion(Conversion):
         self.record(chosen.key, Kind.RENAMED if chosen.supported else Kind.UNSUPPORTED, written, chosen.why)
         self.record(" ".join(("trainer.precision", *SWITCHES)), Kind.MEANINGLESS, why=f"converted with {chosen.key}")
         if chosen.assumed:
-            self.result.assumed.append(chosen.assumed)
+            self.assumed.append(chosen.assumed)
         assert chosen.name in (*PRESETS, "bf16", "bf16_sr")
 
     def checkpoints(self) -> None:
@@ -337,12 +336,12 @@ class NemoConversion(Conversion):
                 self.convert_key(key, "checkpoint.every_minutes", round(seconds / 60, 3), "given in seconds")
                 return
             self.record(key, Kind.SAME_TRAINING, why="not a number of seconds: write checkpoint.every_minutes=N")
-            self.result.assumed.append(f"checkpoint.every_minutes is omitted: {key} is not a number of seconds; set it")
+            self.assumed.append(f"checkpoint.every_minutes is omitted: {key} is not a number of seconds; set it")
         elif self.values.get("trainer.accelerator") != "tpu" and not self._is_nxdt:
             every = self.settings.get("trainer.val_every_steps")
             if every:
                 self.settings["checkpoint.every_steps"] = every
-                self.result.assumed.append(f"checkpoint.every_steps={every}: NeMo saves at each validation")
+                self.assumed.append(f"checkpoint.every_steps={every}: NeMo saves at each validation")
 
     def devices(self) -> None:
         devices, nodes = self.get("trainer.devices"), self.get("trainer.num_nodes", 1)
@@ -379,9 +378,8 @@ def load(path: Path, overrides: Sequence[str]) -> DictConfig:
             problems.append(Problem("file", str(path), rule, instead))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         reason = str(error.strerror) if isinstance(error, OSError) else " ".join(str(error).split())
-        problems.append(
-            Problem("file", str(path), f"cannot be read as YAML: {reason}", "write the path of a YAML file")
-        )
+        rule = f"cannot be read as YAML: {reason}"
+        problems.append(Problem("file", str(path), rule, "write the path of a YAML file"))
     parser = OverridesParser.create()
     for text in overrides:
         try:

@@ -190,11 +190,8 @@ class MegatronConversion(Conversion):
             self.record("--lr-wsd-decay-style", Kind.MEANINGLESS, why="converted with other flags")
         self.settings |= {"optim.warmup_steps": 0, "optim.constant_steps": 0, "optim.min_lr": 0.0}
         self.settings |= {"optim.weight_decay": 0.01, "optim.name": "adamw"}
-        for key, setting in {
-            "decay": "schedule.max_steps",
-            "warmup": "warmup_steps",
-            "wsd-decay": "constant_steps",
-        }.items():
+        settings = {"decay": "schedule.max_steps", "warmup": "warmup_steps", "wsd-decay": "constant_steps"}
+        for key, setting in settings.items():
             steps = self.get(f"--lr-{key}-iters", self._samples(name := f"--lr-{key}-samples"))
             name = f"--lr-{key}-iters" if f"--lr-{key}-iters" in self.values else name
             if steps is not None and (key != "decay" or steps != self.steps):

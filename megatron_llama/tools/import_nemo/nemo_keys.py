@@ -107,9 +107,8 @@ def _manual(values: Mapping[str, Any], zero: bool) -> PrecisionChoice:
         return PrecisionChoice("bf16SR", key, "xla_use_bf16 with stochastic rounding")
     if downcast and master:
         fp32_sums = is_on(values, "precision.fp32_grad_acc")
-        return PrecisionChoice(
-            "fp32_ZeroOptMasterGradAcc" if fp32_sums else "fp32_ZeroOptMaster", key, "master weights in fp32"
-        )
+        name = "fp32_ZeroOptMasterGradAcc" if fp32_sums else "fp32_ZeroOptMaster"
+        return PrecisionChoice(name, key, "master weights in fp32")
     if not bf16 and not downcast:
         return PrecisionChoice("fp32", key, "no bf16")
     why = "bf16 without master weights and stochastic rounding loses small updates; bf16 is written"

@@ -125,9 +125,8 @@ class TorchtitanConversion(Conversion):
             key = f"{section}.data_parallel_replicate_degree"
             self.convert_key(key, "trainer.shard_group", self.shards * cp, "ranks that share states")
         if self.shards > 0:
-            self.result.world_size = (
-                self.shards * self.replicas * self.pp * cp * self._degree("tensor_parallel_degree", 1)
-            )
+            tp = self._degree("tensor_parallel_degree", 1)
+            self.result.world_size = self.shards * self.replicas * self.pp * cp * tp
         for section in ("parallelism", "experimental"):
             schedule = self.get(key := f"{section}.pipeline_parallel_schedule")
             if schedule is not None and self.pp > 1 and str(schedule).lower() == "interleaved1f1b":

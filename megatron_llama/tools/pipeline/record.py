@@ -121,8 +121,14 @@ _TINY = ("hidden_size=8", "num_attention_heads=1", "num_key_value_heads=1", "int
 
 def recorded_order(pp: int, vpp: int, microbatches: int) -> list[list[Pass]]:
     """Record the passes of a step of each of ``pp`` ranks with ``vpp`` chunks. No process group may exist."""
-    plan = tiny_plan(pp, vpp, microbatches)
-    return [_rank(plan, rank) for rank in range(pp)]
+    plan, device, cpu, orders = tiny_plan(pp, vpp, microbatches), get_device(HOST), torch.device(HOST), []
+    for topology in map(plan.topology, range(pp)):
+        with fake_world(topology), process_groups(plan, topology, device, cpu):
+            data, model = build_data(plan, topology, cpu), build_model(plan, topology, device, cpu)
+            with record_passes(model.chunks) as spans:
+                model.forward_backward(data.train.at(0))
+        orders.append([span.pass_ for span in spans])
+    return orders
 
 
 def tiny_plan(pp: int, vpp: int, microbatches: int) -> Plan:
@@ -142,16 +148,6 @@ def tiny_plan(pp: int, vpp: int, microbatches: int) -> Plan:
         *MOCK_RUN,
     ]
     return find_world(cli.parse_overrides(overrides), None).plan()
-
-
-def _rank(plan: Plan, rank: int) -> list[Pass]:
-    topology, device, cpu = plan.topology(rank), get_device(HOST), torch.device(HOST)
-    with fake_world(topology), process_groups(plan, topology, device, cpu):
-        data = build_data(plan, topology, cpu)
-        model = build_model(plan, topology, device, cpu)
-        with record_passes(model.chunks) as spans:
-            model.forward_backward(data.train.at(0))
-    return [span.pass_ for span in spans]
 
 
 # Duration of each pass: by FLOPs, forecast for a device of the hardware table, or measured.
@@ -218,12 +214,8 @@ def _backward_ratios(plan: Plan) -> tuple[float, float]:
 
 def _passes(plan: Plan, block: float, head: float, source: str, unit: str) -> PassTimes:
     """Compute the times of all virtual stages from the forward times of a block and of the head."""
-    layers = [len(stage) for stage in plan.stage_layers]
-    heads = [0.0] * (len(layers) - 1) + [head]
+    blocks = [len(stage) * block for stage in plan.stage_layers]
+    stages = list(zip(blocks, [*[0.0] * (len(blocks) - 1), head], strict=True))
     of_block, of_head = _backward_ratios(plan)
-    return PassTimes(
-        source,
-        unit,
-        tuple(count * block + more for count, more in zip(layers, heads, strict=True)),
-        tuple(count * block * of_block + more * of_head for count, more in zip(layers, heads, strict=True)),
-    )
+    forward, backward = ([a * each + b * more for each, more in stages] for a, b in ((1, 1), (of_block, of_head)))
+    return PassTimes(source, unit, tuple(forward), tuple(backward))

@@ -118,9 +118,7 @@ def _kind(zone: Zone) -> str:
         return "backward pass" if zone.phase == BACKWARD else zone.phase
     parts = zone.module.split(".")
     if parts[0] != "layers":
-        return {"lm_head": "forward: logits and loss", "": "forward: logits and loss"}.get(
-            parts[0], "forward: embedding, norm"
-        )
+        return "forward: logits and loss" if parts[0] in ("lm_head", "") else "forward: embedding, norm"
     if len(parts) == 2:
         return "forward: gathered weights, residual sums"
     return "forward: norms" if parts[2].endswith("layernorm") else f"forward: {parts[2]}"

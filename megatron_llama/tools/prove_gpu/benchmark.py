@@ -61,8 +61,8 @@ def settings(chosen: Shape) -> tuple[str, ...]:
 
 def check(session: Session, row: Row) -> Outcome:
     """Run a row of either part."""
-    special = {"trace": _trace, "long context": _long, "offload": _offload}
-    return special[row.name](session) if row.name in special else _measure(session, row)
+    special = {"trace": _trace, "long context": _long_or_offload, "offload": _long_or_offload}
+    return special.get(row.name, _measure)(session, row)
 
 
 def _train(session: Session, name: str, chosen: Shape, *words: str, steps: int = FEW_STEPS) -> TrainingRun:
@@ -120,7 +120,7 @@ def compare_runs(
     return text, values
 
 
-def _trace(session: Session) -> Outcome:
+def _trace(session: Session, _: Row) -> Outcome:
     """Profile a few steps of the first shape."""
     words = (*settings(shape(session, "7B")), "trainer.profile=[3,4]", *MOCK_RUN)
     words += (f"trainer.compile={str(_compiles(session)).lower()}",)
@@ -148,21 +148,14 @@ def kernel_table(trace: Path) -> list[str]:
     return [f"{len(kernels)} kernels, {busy / 1e3:.1f} ms", *rows]
 
 
-def _long(session: Session) -> Outcome:
-    """Train on one long sequence."""
-    tokens = 512 if session.small else LONG_TOKENS
-    chosen = shape(session, "1B")._replace(seq_length=tokens, batch=1)
-    words = ("trainer.recompute=full", f"model.max_position_embeddings={tokens}")
-    return _speed(_train(session, "extras/long_context", chosen, *words))
-
-
-def _offload(session: Session) -> Outcome:
-    """Train with activations and optimizer states in host memory."""
-    words = ("trainer.compile=false", "trainer.offload=[activations,optimizer]")
-    return _speed(_train(session, "extras/offload", shape(session, "7B"), *words))
-
-
-def _speed(run: TrainingRun) -> Outcome:
+def _long_or_offload(session: Session, row: Row) -> Outcome:
+    """Train on one long sequence, or with activations and optimizer states in host memory."""
+    chosen, words = shape(session, row.model), ("trainer.compile=false", "trainer.offload=[activations,optimizer]")
+    if row.name == "long context":
+        tokens = 512 if session.small else LONG_TOKENS
+        chosen = chosen._replace(seq_length=tokens, batch=1)
+        words = ("trainer.recompute=full", f"model.max_position_embeddings={tokens}")
+    run = _train(session, f"extras/{row.folder}", chosen, *words)
     speed, peak = run.tokens_per_second, int(max(run.column("peak_memory_bytes")))
     return Outcome(f"{speed:,.0f} tokens/s, peak {gib(peak)}", {"tokens_per_second": speed, "peak_bytes": peak})
 

@@ -249,9 +249,8 @@ class StepWatcher(TorchDispatchMode):
             return MemoryKind.IN_BACKWARD
         if parts[0] == "layers" and len(parts) > 2:
             return _KIND_OF_SUBMODULE.get(parts[2], MemoryKind.RESIDUAL)
-        return {"norm": MemoryKind.NORMS, "lm_head": MemoryKind.LOGITS, "loss": MemoryKind.LOGITS}.get(
-            parts[0], MemoryKind.RESIDUAL
-        )
+        kinds = {"norm": MemoryKind.NORMS, "lm_head": MemoryKind.LOGITS, "loss": MemoryKind.LOGITS}
+        return kinds.get(parts[0], MemoryKind.RESIDUAL)
 
     def _record_operator(self, name: str, func: Any, args: Any, kwargs: Any, out: Any, place: Place) -> None:
         if not self.marks or self.marks[-1][1][::2] != place[::2]:

@@ -173,9 +173,8 @@ def plan_runs(sweep: Sweep, any_device: bool) -> list[Plan]:
     for combination in sweep.combinations:
         try:
             dry = ["dry_run=true"] if any_device else []
-            plans.append(
-                find_world(parse_overrides([*combination.overrides, run_dir(sweep, combination), *dry]), None).plan()
-            )
+            words = [*combination.overrides, run_dir(sweep, combination), *dry]
+            plans.append(find_world(parse_overrides(words), None).plan())
         except ConfigError as error:
             for problem in error.problems:
                 runs_of_problem.setdefault(problem, []).append(combination.name)

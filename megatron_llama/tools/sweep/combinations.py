@@ -184,7 +184,5 @@ class SweepState:
                 for name, run in runs.items()
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            rule = f"is not a valid state file of a sweep: {error}"
-            raise ConfigError(
-                [Problem(str(self._path), None, rule, "delete it; each run then resumes from its own folder")]
-            ) from None
+            rule, advice = f"is not a valid state file of a sweep: {error}", "delete it; each run then resumes"
+            raise ConfigError([Problem(str(self._path), None, rule, f"{advice} from its own folder")]) from None

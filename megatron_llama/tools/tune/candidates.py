@@ -190,11 +190,8 @@ class Tuner:
         layers, given = self.config.model.num_hidden_layers, Grid.of(self.config.trainer)
         # tp stays within a node: over slower links it is never the fastest.
         inside = self.target.per_node if self.target.is_host else self.target.device.per_node
-        for tp in self._options(
-            "trainer.tp", (n for n in _divisors(ranks) if n <= inside and can_cut(self.config.model, n))
-        ):
-            if ranks % tp:
-                continue
+        sizes = (size for size in _divisors(ranks) if size <= inside and can_cut(self.config.model, size))
+        for tp in (size for size in self._options("trainer.tp", sizes) if ranks % size == 0):
             for pp in self._options("trainer.pp", (n for n in _divisors(ranks // tp) if n <= layers)):
                 for cp in self._options("trainer.cp", self._contexts(ranks // (tp * pp), inside // tp)):
                     grid = given.resized(tp=tp, pp=pp, cp=cp)

@@ -112,10 +112,8 @@ def tune(overrides: Sequence[str], output: Path | None = None) -> None:
     if request.target.note is not None:
         _print_lines([request.target.note, ""])
     title = f"{request.config.model.name}: {request.tune.objective} on {request.target}"
-    _print_lines(wrap_lines(title, rest="  "))
-    _print_lines([batch_line(request.config, request.target.title)])
-    basis = f"time forecast: {request.target.basis}"
-    _print_lines(wrap_lines(basis, rest="  "))
+    lines = [*wrap_lines(title, rest="  "), batch_line(request.config, request.target.title)]
+    _print_lines([*lines, *wrap_lines(f"time forecast: {request.target.basis}", rest="  ")])
     trials = request.tune.trials
     if trials and not (request.target.is_local or request.tune.jobs):
         trials = 0
@@ -182,8 +180,7 @@ def _min_devices(request: TuneRequest, tuned: Tuner, trials: int) -> None:
 def search_or_fail(request: TuneRequest, tuned: Tuner, space: CandidateSpace, trials: int) -> SearchResult:
     """Run a search; raise NothingWorks if no candidate fits or all trials failed."""
     result = run_search(request, tuned, space, trials)
-    tried = result.history.tried
-    if result.best is None or (tried and result.history.best is None):
+    if result.best is None or (result.history.tried and result.history.best is None):
         raise NothingWorks("\n".join(failure_lines(result)))
     return result
 
