@@ -72,6 +72,10 @@ class Candidate:
         """Return the peak bytes of the heaviest rank with activations and buffers multiplied by ``scale``."""
         return self.states + scale * (self.peak - self.states)
 
+    def fits_on(self, target: Target, scale: float = 1.0) -> bool:
+        """Return whether the forecast fits on a target, with activations and buffers multiplied by ``scale``."""
+        return target.required_bytes(self.grown_peak(scale), self.ranks) <= target.usable_bytes
+
     @property
     def sort_key(self) -> tuple[float, int, int, int]:
         """Sort key: forecast seconds, then recomputation, ZeRO stage and memory."""

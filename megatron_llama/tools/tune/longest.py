@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 from megatron_llama.config import Config, ConfigError
@@ -121,8 +122,9 @@ def sequence_table(
                 size = ranks // (tp * pp) if cp == "all" else int(cp)
                 grid = Grid.of(config.trainer).resized(tp=tp, pp=pp, cp=size).with_world(ranks)
                 settings = {**_cell_settings(config, fixed, grid, zero), **more}
+                fits = partial(Candidate.fits_on, target=target.subset(ranks))
                 try:
-                    tokens = longest_sequence(tuned, settings, ranks, target.subset(ranks).fits)
+                    tokens = longest_sequence(tuned, settings, ranks, fits)
                 except ConfigError:  # a rule rejects the combination with context parallelism or offload
                     if size == 1 and OFFLOAD not in settings:
                         raise

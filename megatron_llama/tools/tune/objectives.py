@@ -141,7 +141,9 @@ def _max_seq_len(request: TuneRequest, tuned: Tuner, trials: int) -> None:
     scale, positions = 1.0, config.model.max_position_embeddings
     for _ in range(max(1, trials)):
         with ProgressBar("forecast", "layouts") as bar:
-            tokens, more = longest_in_any_layout(tuned, partial(target.fits, scale=scale), bar.show)
+            tokens, more = longest_in_any_layout(
+                tuned, partial(Candidate.fits_on, target=target, scale=scale), bar.show
+            )
         if not tokens:
             raise NothingWorks(f"Sequences of {STEP} tokens do not fit on {target}.")
         capped = min(tokens, positions)

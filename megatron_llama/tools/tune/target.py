@@ -24,7 +24,6 @@ from megatron_llama.topology import Grid
 
 if TYPE_CHECKING:
     from megatron_llama.devices import Device
-    from megatron_llama.tools.tune.candidates import Candidate
 
 SHARED_BYTES = 265 << 20
 """Memory shared by the ranks of a host: code of torch and its libraries. Measured with torch 2.13."""
@@ -98,10 +97,6 @@ class Target:
     def required_bytes(self, peak: float, ranks: int) -> int:
         """Return the bytes that ``ranks`` ranks with a peak of ``peak`` bytes each need on a device or host."""
         return self.baseline_bytes(ranks) + round(self.ranks_sharing_memory(ranks) * peak)
-
-    def fits(self, each: Candidate, scale: float = 1.0) -> bool:
-        """Return whether the forecast of a candidate fits, with activations and buffers multiplied by ``scale``."""
-        return self.required_bytes(each.grown_peak(scale), each.ranks) <= self.usable_bytes
 
     def measured_bytes(self, reported: int, ranks: int) -> int:
         """Return the bytes of a device or host from the memory that rank 0 reported (on a host, its resident set)."""
