@@ -29,7 +29,7 @@ from megatron_llama.checkpoint.manifest import Manifest
 from megatron_llama.checkpoint.storage import CheckpointTensors
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles, Stored, StoredTensor
 from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig, Problem
-from megatron_llama.config.hf_config import ADAPTER_WEIGHTS
+from megatron_llama.config.hf_config import ADAPTER_WEIGHTS, LORA_SETTINGS
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
@@ -183,15 +183,12 @@ def adapter_config(finetune: FinetuneConfig, base: str | None) -> dict[str, Any]
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": finetune.lora_rank,
+        **{theirs: getattr(finetune, ours) for theirs, ours in LORA_SETTINGS.items()},
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": finetune.lora_dropout,
-        "target_modules": finetune.lora_target_modules,
         "modules_to_save": finetune.modules_to_save or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
-        "use_rslora": finetune.use_rslora,
-        "use_dora": finetune.use_dora,
     }

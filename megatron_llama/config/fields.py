@@ -82,30 +82,21 @@ class Setting:
         return Problem(self.name, value, rule, f"write {self.name}={example}")
 
 
-@dataclass(frozen=True)
-class Section:
-    """A group of settings: one dataclass."""
-
-    name: str
-    kind: type
-    optional: bool
-
-
 @functools.cache
 def settings_by_name() -> dict[str, Setting]:
     """Return all settings by full name."""
-    return {part.name: part for part in _walk(Config, "") if isinstance(part, Setting)}
+    return {part.name: part for part in _walk(Config, "") if not is_dataclass(part.kind)}
 
 
 def settings_of(owner: type, section: str) -> dict[str, Setting]:
     """Return the settings of a dataclass that is not part of ``Config``, named below ``section``."""
-    return {part.name: part for part in _walk(owner, f"{section}.") if isinstance(part, Setting)}
+    return {part.name: part for part in _walk(owner, f"{section}.") if not is_dataclass(part.kind)}
 
 
 @functools.cache
-def sections() -> dict[str, Section]:
-    """Return all sections (``trainer``, ``model.rope_scaling``) by full name."""
-    return {part.name: part for part in _walk(Config, "") if isinstance(part, Section)}
+def sections() -> dict[str, Setting]:
+    """Return all sections (``trainer``, ``model.rope_scaling``) by full name; their kind is a dataclass."""
+    return {part.name: part for part in _walk(Config, "") if is_dataclass(part.kind)}
 
 
 def check_limits(config: Config) -> list[Problem]:
@@ -122,9 +113,14 @@ def reset_to_defaults(config: Config, problems: Iterable[Problem]) -> Config:
     """Return a copy with default values for the settings that ``problems`` name."""
     config = copy.deepcopy(config)
     for problem in problems:
-        section, _, key = problem.field.rpartition(".")
-        setattr(get(config, section), key, copy.deepcopy(settings_by_name()[problem.field].default))
+        put(config, problem.field, copy.deepcopy(settings_by_name()[problem.field].default))
     return config
+
+
+def put(config: Config, name: str, value: Any) -> None:
+    """Set a setting or section by full name."""
+    section, _, key = name.rpartition(".")
+    setattr(get(config, section), key, value)
 
 
 def get(config: Config, name: str) -> Any:
@@ -135,7 +131,8 @@ def get(config: Config, name: str) -> Any:
     return value
 
 
-def _walk(owner: type, prefix: str) -> Iterator[Setting | Section]:
+def _walk(owner: type, prefix: str) -> Iterator[Setting]:
+    """Yield the settings and sections of a dataclass."""
     hints = typing.get_type_hints(owner, include_extras=True)
     for field in fields(owner):
         name = prefix + field.name
@@ -146,48 +143,39 @@ def _walk(owner: type, prefix: str) -> Iterator[Setting | Section]:
             (hint,) = [member for member in typing.get_args(hint) if member is not type(None)]
             optional = True
         kind: type = typing.get_origin(hint) or hint
+        (item_kind, *_) = typing.get_args(hint) if kind is list else (None,)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        yield Setting(name, kind, item_kind, optional, default, limit)
         if is_dataclass(kind):
-            yield Section(name, kind, optional)
             yield from _walk(kind, f"{name}.")
-        else:
-            (item_kind, *_) = typing.get_args(hint) if kind is list else (None,)
-            default = field.default if field.default_factory is MISSING else field.default_factory()
-            yield Setting(name, kind, item_kind, optional, default, limit)
 
 
 # Suggestions for unknown settings.
 
 # Names in Megatron, NeMo, transformers and PEFT, and the names here.
-FOREIGN_NAMES = {
-    "tensor_model_parallel_size": "trainer.tp",
-    "tensor_parallel_size": "trainer.tp",
-    "tensor_parallel": "trainer.tp",
-    "pipeline_parallel": "trainer.pp",
-    "data_parallel": "trainer.dp",
-    "pipeline_model_parallel_size": "trainer.pp",
-    "pipeline_parallel_size": "trainer.pp",
-    "virtual_pipeline_model_parallel_size": "trainer.vpp",
-    "context_parallel_size": "trainer.cp",
-    "context_parallel": "trainer.cp",
-    "cp_comm_type": "trainer.cp_comm",
-    "data_parallel_size": "trainer.dp",
-    "sequence_parallel": "trainer.sp",
-    "zero_stage": "trainer.zero",
-    "max_steps": "trainer.steps",
-    "train_iters": "trainer.steps",
-    "learning_rate": "optim.lr",
-    "max_seq_length": "data.seq_length",
-    "encoder_seq_length": "data.seq_length",
-    "data_prefix": "data.prefixes",
-    "num_layers": "model.num_hidden_layers",
-    "num_query_groups": "model.num_key_value_heads",
-    "ffn_hidden_size": "model.intermediate_size",
-    "gradient_clip_val": "optim.clip",
-    "lora_r": "finetune.lora_rank",
-    "target_modules": "finetune.lora_target_modules",
-    "num_train_epochs": "trainer.epochs",
-    "packing": "data.pack",
+_FOREIGN = {
+    "trainer.tp": "tensor_model_parallel_size tensor_parallel_size tensor_parallel",
+    "trainer.pp": "pipeline_model_parallel_size pipeline_parallel_size pipeline_parallel",
+    "trainer.vpp": "virtual_pipeline_model_parallel_size",
+    "trainer.cp": "context_parallel_size context_parallel",
+    "trainer.cp_comm": "cp_comm_type",
+    "trainer.dp": "data_parallel_size data_parallel",
+    "trainer.sp": "sequence_parallel",
+    "trainer.zero": "zero_stage",
+    "trainer.steps": "max_steps train_iters",
+    "trainer.epochs": "num_train_epochs",
+    "data.seq_length": "max_seq_length encoder_seq_length",
+    "data.prefixes": "data_prefix",
+    "data.pack": "packing",
+    "model.num_hidden_layers": "num_layers",
+    "model.num_key_value_heads": "num_query_groups",
+    "model.intermediate_size": "ffn_hidden_size",
+    "optim.lr": "learning_rate",
+    "optim.clip": "gradient_clip_val",
+    "finetune.lora_rank": "lora_r",
+    "finetune.lora_target_modules": "target_modules",
 }
+FOREIGN_NAMES = {name: ours for ours, names in _FOREIGN.items() for name in names.split()}
 # Settings of those programs, or of scripts here, that a run does not have.
 SUGGESTIONS = {
     "cluster": "omit it: cluster.* belongs to scripts/plan.py and scripts/tune.py",

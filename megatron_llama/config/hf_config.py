@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -42,13 +43,7 @@ OPTIONAL = ("num_key_value_heads", "head_dim")
 # Keys that config.json and the model section share; a wrong rms_norm_eps is hard to notice otherwise.
 _SHAPE = (*NEEDED, *OPTIONAL, "rope_theta", "rms_norm_eps", "tie_word_embeddings")
 LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2 = "llama", "mistral", "qwen2", "qwen3", "olmo2"
-ARCHITECTURES = {
-    LLAMA: "LlamaForCausalLM",
-    MISTRAL: "MistralForCausalLM",
-    QWEN2: "Qwen2ForCausalLM",
-    QWEN3: "Qwen3ForCausalLM",
-    OLMO2: "Olmo2ForCausalLM",
-}
+ARCHITECTURES = {kind: f"{kind.capitalize()}ForCausalLM" for kind in (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2)}
 """Hugging Face's class of each model_type."""
 BIASES = {"attention_bias": (LLAMA, QWEN3, OLMO2), "mlp_bias": (LLAMA,)}
 """Keys of biases, and the model types whose class in transformers reads them."""
@@ -82,15 +77,9 @@ _ONLY: dict[str, Any] = {
 }
 
 # PEFT's names of an adapter's settings, and the names here.
-_LORA_SETTINGS = {
-    "r": "lora_rank",
-    "lora_alpha": "lora_alpha",
-    "target_modules": "lora_target_modules",
-    "modules_to_save": "modules_to_save",
-    "use_rslora": "use_rslora",
-    "use_dora": "use_dora",
-}
 _LORA_SWITCHES = ("use_rslora", "use_dora")
+LORA_SETTINGS = {"r": "lora_rank", "target_modules": "lora_target_modules"}
+LORA_SETTINGS |= {name: name for name in ("lora_alpha", "modules_to_save", *_LORA_SWITCHES)}
 # Valid values of adapter_config.json's other keys, in addition to null, false and empty. Unlisted keys must have one of
 # these three values, so that features of later PEFT versions are rejected, not ignored. Some initializations (pissa,
 # olora, corda, loftq) also change the base weights, which the base model's folder does not contain.
@@ -315,12 +304,8 @@ def hf_config(model: ModelConfig, dtype: str, token_ids: dict[str, int]) -> dict
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
         **window,
-        **{name: getattr(model, name) for name in (*NEEDED, *OPTIONAL)},
+        **{name: getattr(model, name) for name in (*NEEDED, *OPTIONAL, *_DEFAULTS)},
         "hidden_act": "silu",
-        "max_position_embeddings": model.max_position_embeddings,
-        "initializer_range": model.initializer_range,
-        "rms_norm_eps": model.rms_norm_eps,
-        "tie_word_embeddings": model.tie_word_embeddings,
         **{name: getattr(model, name) for name in BIASES if kind in (*BIASES[name], MISTRAL)},
         "attention_dropout": 0.0,
         "use_cache": True,
@@ -336,7 +321,7 @@ def hf_config(model: ModelConfig, dtype: str, token_ids: dict[str, int]) -> dict
 def fill_from_adapter(
     folder: str, given: set[str], assign: Callable[[str, Any], None], problems: list[Problem]
 ) -> None:
-    """Assign the _LORA_SETTINGS of a PEFT adapter's config. Settings in ``given`` are a problem."""
+    """Assign the LORA_SETTINGS of a PEFT adapter's config. Settings in ``given`` are a problem."""
     try:
         content = read_hf_config(folder, ADAPTER_CONFIG)
         if not os.path.exists(os.path.join(folder, ADAPTER_WEIGHTS)):
@@ -345,11 +330,16 @@ def fill_from_adapter(
         instead = f"write the folder that holds {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
         problems.append(Problem("finetune.adapter", folder, str(error), instead))
         return
-    if isinstance(content.get("target_modules"), str):  # a regular expression
-        content["target_modules"] = _adapted_modules(folder)
+    if isinstance(content.get("target_modules"), str):  # a regular expression: the tensors name the modules
+        from safetensors import SafetensorError, safe_open
+
+        content["target_modules"] = []
+        with suppress(SafetensorError), safe_open(os.path.join(folder, ADAPTER_WEIGHTS), framework="np") as file:
+            names = {name.partition(".lora_")[0] for name in file.keys() if ".lora_" in name}  # noqa: SIM118
+            content["target_modules"] = sorted(names)
     wrong = unsupported_lora(content)
     problems += [Problem("finetune.adapter", folder, clause, "write a plain LoRA adapter") for clause in wrong]
-    for theirs, ours in _LORA_SETTINGS.items() if not wrong else ():
+    for theirs, ours in LORA_SETTINGS.items() if not wrong else ():
         name, value = f"finetune.{ours}", content.get(theirs) or (False if theirs in _LORA_SWITCHES else [])
         if name in given:
             rule = f"is set by the adapter in {folder}: {format_value(value)}"
@@ -359,17 +349,6 @@ def fill_from_adapter(
 
 
 _MODULE = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)|(?:.*\.)?(embed_tokens|lm_head)")
-
-
-def _adapted_modules(folder: str) -> list[str]:
-    """Return the full names of the modules with tensors in an adapter; [] if the file is damaged."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(os.path.join(folder, ADAPTER_WEIGHTS), framework="np") as file:
-            return sorted({name.partition(".lora_")[0] for name in file.keys() if ".lora_" in name})  # noqa: SIM118
-    except SafetensorError:
-        return []
 
 
 def _module_names(names: list[str]) -> list[str]:
@@ -392,7 +371,7 @@ def unsupported_lora(content: dict[str, Any]) -> list[str]:
     clauses = []
     for name, value in content.items():
         may = _PLAIN_LORA.get(name, ())
-        if value and value not in may and name not in (*_LORA_SETTINGS, *_IRRELEVANT):
+        if value and value not in may and name not in (*LORA_SETTINGS, *_IRRELEVANT):
             rule = f"only {' or '.join(map(repr, may))} is supported" if may else "only plain LoRA is supported"
             clauses.append(f"its {name} is {show_value(value)}, and {rule}")
     for name in _LORA_SWITCHES:

@@ -69,12 +69,8 @@ _BRACKETS = dict.fromkeys("[{(", 1) | dict.fromkeys("]})", -1)
 # Other exceptions that Hydra raises, e.g. for a file whose defaults are not a list of names.
 _HYDRAS_OWN = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError)
 # Pairs of settings for one quantity: setting one on the command line resets the other.
-INSTEAD_OF = {
-    "trainer.steps": "trainer.epochs",
-    "trainer.epochs": "trainer.steps",
-    "optim.warmup_steps": "optim.warmup_ratio",
-    "optim.warmup_ratio": "optim.warmup_steps",
-}
+INSTEAD_OF = {"trainer.steps": "trainer.epochs", "optim.warmup_steps": "optim.warmup_ratio"}
+INSTEAD_OF |= {other: one for one, other in INSTEAD_OF.items()}
 
 
 def load_config(overrides: Sequence[str], conf_dir: Path, *, resumes: bool = False) -> Config:

@@ -50,17 +50,11 @@ class OptimizerRow:
         return self.matrix_states if is_matrix and self.matrix_states is not None else self.states
 
 
+_ADAM = ("exp_avg", "exp_avg_sq")
 OPTIMIZERS: dict[str, OptimizerRow] = {
-    "adamw": OptimizerRow(
-        factory="megatron_llama.optim.adam.build_adamw",
-        states=("exp_avg", "exp_avg_sq"),
-        unsigned_states=("exp_avg_sq",),
-    ),
-    "adam": OptimizerRow(
-        factory="megatron_llama.optim.adam.build_adam",
-        states=("exp_avg", "exp_avg_sq"),
-        unsigned_states=("exp_avg_sq",),
-    ),
+    name: OptimizerRow(f"megatron_llama.optim.adam.build_{name}", _ADAM, unsigned_states=_ADAM[1:])
+    for name in ("adamw", "adam")
+} | {
     "sgd": OptimizerRow(
         factory="megatron_llama.optim.low_precision.build_sgd",
         states=("momentum_buffer",),
@@ -68,8 +62,8 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
     ),
     "onebit_adam": OptimizerRow(
         factory="megatron_llama.optim.onebit_adam.build_onebit_adam",
-        states=("exp_avg", "exp_avg_sq"),
-        unsigned_states=("exp_avg_sq",),
+        states=_ADAM,
+        unsigned_states=_ADAM[1:],
         extra_states=1,
         sums_gradients=True,
         exchanges_signs=True,
@@ -81,9 +75,9 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
     ),
     "muon": OptimizerRow(
         factory="megatron_llama.optim.muon.build_muon",
-        states=("exp_avg", "exp_avg_sq"),
+        states=_ADAM,
         matrix_states=("momentum_buffer",),
-        unsigned_states=("exp_avg_sq",),
+        unsigned_states=_ADAM[1:],
         gathers_matrices=True,
         refuses={
             "optim.state_bits": "has one state per matrix, which is not quantized",

@@ -74,18 +74,13 @@ def rope_from_hf(content: Mapping[str, Any], longest: int) -> dict[str, Any]:
     scaling = None
     if kind != "default":
         scaling = {"rope_type": kind} | {key: rope[key] for key in KEYS.get(kind, ()) if rope.get(key) is not None}
-        _derive_context(scaling, content, longest)
+        if _CONTEXT in KEYS.get(kind, ()):
+            if content.get(_CONTEXT) is not None:  # Phi 3's place
+                scaling[_CONTEXT] = content[_CONTEXT]
+            scaling.setdefault(_CONTEXT, longest)
+            if "factor" not in scaling and scaling[_CONTEXT]:
+                scaling["factor"] = longest / scaling[_CONTEXT]
     return {"rope_theta": rope.get("rope_theta"), "rope_scaling": scaling}
-
-
-def _derive_context(scaling: dict[str, Any], content: Mapping[str, Any], longest: int) -> None:
-    if _CONTEXT not in KEYS.get(scaling["rope_type"], ()):
-        return
-    if content.get(_CONTEXT) is not None:  # Phi 3's place
-        scaling[_CONTEXT] = content[_CONTEXT]
-    scaling.setdefault(_CONTEXT, longest)
-    if "factor" not in scaling and scaling[_CONTEXT]:
-        scaling["factor"] = longest / scaling[_CONTEXT]
 
 
 def rope_to_hf(model: ModelConfig) -> dict[str, Any] | None:
@@ -194,15 +189,9 @@ def check_rope_scaling(model: ModelConfig, dim: int) -> Iterator[Problem]:
         yield Problem(f"{section}.{_CONTEXT}", 1, rule, advice)
     if kind == "dynamic" and dim <= 2:
         yield Problem("model.head_dim", dim, "must be above 2 for dynamic scaling", "write model.head_dim=4")
-    if kind == "longrope":
-        yield from _check_factors(scaling, dim)
-
-
-def _check_factors(scaling: RopeScaling, dim: int) -> Iterator[Problem]:
-    for key in ("short_factor", "long_factor"):
+    for key in ("short_factor", "long_factor") if kind == "longrope" else ():
         factors = getattr(scaling, key)
-        count = 0 if factors is None else len(factors)
-        if count != dim // 2:
+        if (count := len(factors or ())) != dim // 2:
             rule = f"must have {dim // 2} numbers, one per pair of the head's dimensions, not {count}"
             advice = f"copy the list {key} from the config.json of the model that has this scaling"
-            yield Problem(f"model.rope_scaling.{key}", factors, rule, advice)
+            yield Problem(f"{section}.{key}", factors, rule, advice)

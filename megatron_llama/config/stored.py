@@ -23,7 +23,8 @@ PER_START = ("run.dir", "dry_run", "allow_targets", "checkpoint.resume", "checkp
 """Settings of one start, which a later start does not take from the file."""
 REDERIVED = ("trainer.dp", "trainer.sp", "trainer.shard_group", "trainer.pipeline_layers")
 """Settings that usually follow from the layout: reset if the file does not list its derived settings."""
-_SOURCES = {name: f"optim.{name}" for name in ("warmup_steps", "constant_steps", "min_lr")}
+SCHEDULE_SOURCES = {"max_steps": "trainer.steps"}
+SCHEDULE_SOURCES |= {name: f"optim.{name}" for name in ("warmup_steps", "constant_steps", "min_lr")}
 """Settings that the arguments of a schedule repeat."""
 _NONE = object()
 _HEADER = """\
@@ -103,13 +104,9 @@ def _read_file(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 def _read_requested(text: str) -> dict[str, Any] | None:
     """Return the settings in the file's comment; None without that comment."""
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            break
-        if line.startswith(_REQUESTED):
-            values = json.loads(line.removeprefix(_REQUESTED))
-            return values if isinstance(values, dict) else None
-    return None
+    line = next((line for line in text.splitlines() if line.startswith(_REQUESTED)), None)
+    values = None if line is None else json.loads(line.removeprefix(_REQUESTED))
+    return values if isinstance(values, dict) else None
 
 
 def _guess_requested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,8 +114,8 @@ def _guess_requested(values: Mapping[str, Any]) -> dict[str, Any]:
     requested: dict[str, Any] = dict.fromkeys(REDERIVED)
     schedule = values.get(FREE_DICT)
     if isinstance(schedule, dict):
-        sources = dict(_SOURCES, max_steps="trainer.steps")
-        links = {key: f"${{{name}}}" for key, name in sources.items() if schedule.get(key, _NONE) == values.get(name)}
+        sources = SCHEDULE_SOURCES.items()
+        links = {key: f"${{{name}}}" for key, name in sources if schedule.get(key, _NONE) == values.get(name)}
         requested[FREE_DICT] = schedule | links
     if values.get("trainer.epochs") is not None:
         requested["trainer.steps"] = settings_by_name()["trainer.steps"].default

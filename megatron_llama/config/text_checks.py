@@ -7,7 +7,7 @@ or an overlong name is valid in YAML but not in a path. References are checked b
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -43,19 +43,22 @@ _NO_PATHS = re.compile(r"logging\.sample_prompts|data\.prepare|launch\.|allow_ta
 
 def check_texts(config: Mapping[str, Any]) -> list[Problem]:
     """Return the problems of all texts of a config, each with the name of its setting."""
-    return [problem for name, text in _named_texts(config, "") if (problem := _problem_of_text(name, text)) is not None]
+    problems = (_problem_of_text(_setting(path), text) for path, text in _texts(config))
+    return [problem for problem in problems if problem is not None]
 
 
-def _named_texts(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Yield (setting, text) for each text; the name of a list's item is the list's."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _named_texts(item, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list):
-        for item in value:
-            yield from _named_texts(item, name)
-    elif isinstance(value, str):
-        yield name, value
+def _texts(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Yield (path, text) of each text; the path has an item's number in a list."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping | list):
+        for key, item in enumerate(value) if isinstance(value, list) else value.items():
+            yield from _texts(item, (*path, key if isinstance(value, list) else str(key)))
+
+
+def _setting(path: tuple[str | int, ...]) -> str:
+    """Return the name of a setting; the name of a list's item is the list's."""
+    return ".".join(key for key in path if isinstance(key, str))
 
 
 def _problem_of_text(name: str, text: str) -> Problem | None:
@@ -79,19 +82,20 @@ def check_interpolations(config: DictConfig, *, functions: bool = False) -> list
     variables that hold secrets.
     """
     root = OmegaConf.to_container(config, resolve=False)
+    texts = [(tuple(map(str, path)), text) for path, text in _texts(root) if "${" in text]
     known_forms = (_NAME, _VARIABLE, *([_FUNCTION] if functions else []))
     unsupported = [
         Problem(".".join(path), None, f"{shorten(text, 60)} is not a supported reference", "write ${a setting's name}")
-        for path, text in _texts(root, ())
+        for path, text in texts
         if not all(any(form.fullmatch(name) for form in known_forms) for name in _names(text))
     ]
     if unsupported:
         return unsupported
-    if secrets := [] if functions else list(_secrets(root)):
+    if secrets := [] if functions else list(_secrets(texts)):
         return secrets
     known: dict[_Keys, tuple[int, int]] = {}
     try:
-        size = sum(_size(root, text, path, known)[0] for path, text in _texts(root, ()))
+        size = sum(_size(root, text, path, known)[0] for path, text in texts)
     except _Endless as error:
         name = ".".join(error.path)
         return [Problem(name, None, f"refers to itself, or through more than {MOST_STEPS} others", _INSTEAD)]
@@ -109,8 +113,8 @@ def check_kinds(config: DictConfig) -> list[Problem]:
     names that do not exist are not reported here.
     """
     problems = [
-        Problem(name, text, "means that a value is missing", "write the value")
-        for name, text in _named_texts(OmegaConf.to_container(config, resolve=False), "")
+        Problem(_setting(path), text, "means that a value is missing", "write the value")
+        for path, text in _texts(OmegaConf.to_container(config, resolve=False))
         if text == _MISSING
     ]
     for name, written in _references(config, ""):
@@ -141,9 +145,9 @@ def names_secret(variable: str) -> bool:
     return _SECRET.fullmatch(variable) is not None
 
 
-def _secrets(root: Any) -> Iterator[Problem]:
+def _secrets(texts: Iterable[tuple[_Keys, str]]) -> Iterator[Problem]:
     """Yield a problem for each reference to an environment variable that probably holds a secret."""
-    for path, text in _texts(root, ()):
+    for path, text in texts:
         for name in filter(_VARIABLE.fullmatch, _names(text)):
             variable = name.partition(":")[2].partition(",")[0].strip(" '\"")
             if names_secret(variable):
@@ -157,15 +161,6 @@ class _Endless(Exception):
 
     def __init__(self, path: _Keys) -> None:
         self.path = path
-
-
-def _texts(value: Any, path: _Keys) -> Iterator[tuple[_Keys, str]]:
-    """Yield (path, text) of each value inside that contains references."""
-    if isinstance(value, str) and "${" in value:
-        yield path, value
-    elif isinstance(value, (dict, list)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _texts(item, (*path, str(key)))
 
 
 def _names(text: str) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 from megatron_llama.arch.pattern import Pattern, pattern_of
 from megatron_llama.arch.shapes import head_dim, parameters
 from megatron_llama.config import data_settings
-from megatron_llama.config.fields import check_limits, get, settings_by_name
+from megatron_llama.config.fields import check_limits, get, put, settings_by_name
 from megatron_llama.config.precision import LEAST_IN_BLOCKS, STATE_BLOCK
 from megatron_llama.config.problems import ConfigError, format_value
 from megatron_llama.config.settings import Config, DataConfig
@@ -81,7 +81,6 @@ def _keep_saved(config: Config, saved: Mapping[str, Any]) -> Iterator[str]:
     """Set, in place, unset values from the settings of the resumed run."""
     restored = []
     for name in KEPT if saved else ():
-        section, _, key = name.partition(".")
         value, setting = saved.get(name), settings_by_name()[name]
         if name == "trainer.pipeline_layers" and not _same_stages(config, saved):
             continue
@@ -93,7 +92,7 @@ def _keep_saved(config: Config, saved: Mapping[str, Any]) -> Iterator[str]:
                 continue
             value = value or 0  # older versions did not validate by default
         if get(config, name) is None and setting.has_type(value) and not setting.problem(value):
-            setattr(get(config, section), key, value)
+            put(config, name, value)
             restored.append(f"{name}={format_value(value)}")
     if restored:
         yield f"{', '.join(restored)}: kept from {resumed_run_dir(config)}"
@@ -194,18 +193,12 @@ def _on_an_accelerator(config: Config, fast_bf16: bool) -> Iterator[str]:
 
 def _on_a_cpu(config: Config) -> Iterator[str]:
     """Choose values in place; yield lines for the plan."""
-    chosen = []
-    if config.data.seq_length is None:
-        config.data.seq_length = min(config.model.max_position_embeddings, SHORT)
-        chosen.append(f"data.seq_length={config.data.seq_length}")
-    if config.trainer.precision is None:
-        config.trainer.precision = "fp32"
-        chosen.append("trainer.precision=fp32")
-    if config.trainer.compile is None:
-        config.trainer.compile = False
-        chosen.append("trainer.compile=false")
+    defaults = dict(zip(CHOSEN, (min(config.model.max_position_embeddings, SHORT), "fp32", False), strict=True))
+    chosen = {name: value for name, value in defaults.items() if get(config, name) is None}
+    for name, value in chosen.items():
+        put(config, name, value)
     if chosen:
-        yield f"{', '.join(chosen)}: defaults on a CPU"
+        yield f"{', '.join(f'{name}={format_value(value)}' for name, value in chosen.items())}: defaults on a CPU"
         if find_device(config.device.name) is None:
             accelerators = [name for name in NAMES if device_named(name).is_accelerator]
             yield f"device is not set; device={' or '.join(accelerators)} has other defaults"

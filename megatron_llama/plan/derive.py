@@ -18,6 +18,7 @@ from megatron_llama.config.data_settings import derives_validation, raw_data_fil
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import format_value
 from megatron_llama.config.settings import SAVE_MINUTES, Config
+from megatron_llama.config.stored import SCHEDULE_SOURCES
 from megatron_llama.corpus.splits import open_splits, samples_per_epoch
 from megatron_llama.plan.data_schedules import BatchSchedule
 from megatron_llama.plan.plan import Plan
@@ -25,13 +26,8 @@ from megatron_llama.system.files import user_cache
 from megatron_llama.system.tables import plural
 from megatron_llama.topology import Grid
 
-COSINE = {
-    "_target_": "megatron_llama.optim.schedules.CosineAnnealing",
-    "max_steps": "${trainer.steps}",
-    "warmup_steps": "${optim.warmup_steps}",
-    "constant_steps": "${optim.constant_steps}",
-    "min_lr": "${optim.min_lr}",
-}
+COSINE = {"_target_": "megatron_llama.optim.schedules.CosineAnnealing"}
+COSINE |= {argument: f"${{{name}}}" for argument, name in SCHEDULE_SOURCES.items()}
 PRETRAINING_LR, FINETUNING_LR = 3e-4, 2e-5
 PREFERENCE_LR = {"full": 1e-6, "lora": 1e-5}
 """TRL's defaults for preference training, by finetune.method."""

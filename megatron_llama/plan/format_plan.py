@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from megatron_llama.arch.blocks import num_blocks
 from megatron_llama.arch.flops import with_random_ltd
@@ -331,7 +332,8 @@ def _random_ltd(plan: Plan) -> Iterator[str]:
     if ltd is None:
         return
     lengths, of = list(ltd.lengths(steps).items()), f"{ltd.seq_length:,} tokens"
-    names = ", ".join(_span(list(run)) for run in _runs(ltd.layers))
+    runs = groupby(enumerate(ltd.layers), lambda numbered: numbered[1] - numbered[0])  # consecutive numbers
+    names = ", ".join(_span([layer for _, layer in run]) for _, run in runs)
     yield _line("random-LTD", f"layers {names} process {lengths[0][1]:,} of {of} at first")
     if len(lengths) > 1:
         yield _line("", f"{lengths[-1][1]:,} from step {lengths[-1][0]:,} on, {len(lengths)} lengths in all")
@@ -343,15 +345,6 @@ def _random_ltd(plan: Plan) -> Iterator[str]:
         yield _line(
             "", f"{1 - spent / whole:.1%} fewer FLOPs in {steps:,} {plural(steps, 'step')} than with all tokens"
         )
-
-
-def _runs(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Yield runs of consecutive numbers."""
-    start = 0
-    for end in range(1, len(numbers) + 1):
-        if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
-            yield numbers[start:end]
-            start = end
 
 
 def _readings(plan: Plan) -> list[str]:

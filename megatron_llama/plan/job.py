@@ -256,6 +256,10 @@ SCALING = {"tensorwise": "per tensor", "rowwise": "per row"}
 """``Job.scaling`` by recipe of ``trainer.float8``."""
 
 
+SAME_NAMES = ("tp", "pp", "vpp", "recompute", "recompute_every", "mlp_chunks", "reduce_group", "secondary_group")
+"""Fields of ``Job`` that are settings of ``trainer``."""
+
+
 def job_of_plan(plan: Plan) -> Job:
     """Return the Job of a plan."""
     model, trainer, precision = plan.model, plan.config.trainer, plan.precision
@@ -266,9 +270,7 @@ def job_of_plan(plan: Plan) -> Job:
         seq=plan.config.data.length,
         micro_batch=trainer.micro_batch_size,
         num_microbatches=plan.num_microbatches,
-        tp=trainer.tp,
-        pp=trainer.pp,
-        vpp=trainer.vpp,
+        **{name: getattr(trainer, name) for name in SAME_NAMES},
         cp=plan.grid.divisor("tokens"),
         exchanges_heads=trainer.cp_comm == "ulysses" and trainer.cp > 1,
         dp=plan.dp,
@@ -276,9 +278,6 @@ def job_of_plan(plan: Plan) -> Job:
         zero=trainer.zero if plan.storage.kind == SHARDS else 0,  # other kinds of storage gather nothing
         shard_size=plan.shard_size,
         stage_layers=tuple(trainer.pipeline_layers or ()),
-        recompute=trainer.recompute,
-        recompute_every=trainer.recompute_every,
-        mlp_chunks=trainer.mlp_chunks,
         offloads_activations="activations" in trainer.offload,
         offloads_optimizer="optimizer" in trainer.offload,
         format="fp8" if trainer.float8 else precision.compute_format,
@@ -296,8 +295,6 @@ def job_of_plan(plan: Plan) -> Job:
         unpacked_bytes=_unpacked_bytes(plan),
         sent_gradient=_exchanged(trainer.grad_reduce),
         gathered_weight=_exchanged(trainer.param_gather),
-        reduce_group=trainer.reduce_group,
-        secondary_group=trainer.secondary_group,
         exchanges_signs=plan.exchanges_signs,
         **_matrix_work(plan),
         records_logits=plan.config.optim.qk_clip is not None,

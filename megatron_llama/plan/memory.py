@@ -375,9 +375,12 @@ def footprint(job: Job, stage: int, states: States) -> Footprint:
     if job.pp > 1:
         activations["sent to the next stage"] = (not last) * times * stream / split
     head, buffers = last * _head(job), back + max(_block(job), _logits_of_attention(job))
-    buffers += _gathered(job, stage) + _exchanged(job)
+    # Symmetric memory for overlapped matmuls: two parts of a stream, allocated at the first matmul (torch's
+    # _pipelined_produce_and_all2all).
+    exchanged = 2 * stream / job.tp if job.overlaps_tp else 0.0
+    buffers += _gathered(job, stage) + exchanged
     # The peak is in the head, or in a block's backward pass.
-    in_head = _gathered(job, stage, in_head=True) + _exchanged(job)
+    in_head = _gathered(job, stage, in_head=True) + exchanged
     head, buffers = (head, in_head) if last and head + in_head >= buffers else (0.0, buffers)
     saved = {kind: round(size) for kind, size in activations.items()}
     return Footprint(*states, saved, round(head), round(buffers), round(host))
@@ -397,12 +400,6 @@ def _head(job: Job) -> float:
         return logits + streams + weight * width
     # The fp32 sum over chunks, plus a chunk's logits or the rounded sum.
     return weight * FP32 + max(logits, weight * width if width < FP32 else 0) + streams
-
-
-def _exchanged(job: Job) -> float:
-    """Return the bytes of symmetric memory for overlapped matmuls: two parts of a stream, allocated at the first matmul
-    (torch's _pipelined_produce_and_all2all)."""
-    return 2 * job.tokens / job.tp * job.model.hidden_size * job.inner_bytes if job.overlaps_tp else 0.0
 
 
 def _gathered(job: Job, stage: int, in_head: bool = False) -> float:

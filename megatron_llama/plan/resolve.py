@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron_llama.config.fields import check_limits, get, reset_to_defaults
+from megatron_llama.config.fields import check_limits, get, put, reset_to_defaults
 from megatron_llama.config.optimizers import OptimConfig
 from megatron_llama.config.problems import ConfigError, Problem, merge_problems
 from megatron_llama.config.settings import Config
@@ -101,6 +101,5 @@ def change_settings(config: Config, settings: Mapping[str, Any], optim: OptimCon
     if "trainer.pp" in settings:
         config.trainer.pipeline_layers = None
     for name, value in settings.items():
-        section, _, key = name.rpartition(".")
-        setattr(get(config, section), key, value)
+        put(config, name, value)
     return config

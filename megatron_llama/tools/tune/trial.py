@@ -22,7 +22,7 @@ import yaml
 from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import load_config
 from megatron_llama.config.conf_folders import EXPERIMENT
-from megatron_llama.config.fields import FREE_DICT, get, settings_by_name
+from megatron_llama.config.fields import FREE_DICT, get, put, settings_by_name
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.system.files import read_json, write_atomically
 from megatron_llama.system.programs import OWN_CONF, ROOT
@@ -241,8 +241,7 @@ def experiment_text(
     plain = load_config([f"{group}={choice}" for group, choice in picked.items()], CONF_DIR)
     config = load_config(overrides, CONF_DIR)
     for name, value in settings.items():
-        section, _, key = name.rpartition(".")
-        setattr(get(config, section), key, value)
+        put(config, name, value)
     different: dict[str, Any] = {}
     for name in [*settings_by_name(), FREE_DICT]:
         parent = get(config, name.rpartition(".")[0])
