@@ -47,8 +47,13 @@ def describe_lost_store(error: BaseException | None, address: str | None = None)
     Args:
         address: Host and port; default: from the variables of a rank.
     """
-    if not isinstance(error, StoreLost) and not _is_store_error(error):
-        return None
+    if not isinstance(error, StoreLost):
+        distributed = sys.modules.get("torch.distributed")  # loaded, if torch raised the error in a call of a store
+        kinds = () if distributed is None else (distributed.DistNetworkError, distributed.DistStoreError)
+        # NCCL exchanges ids through the store.
+        is_backend = distributed is not None and isinstance(error, distributed.DistBackendError)
+        if not isinstance(error, kinds) and not (is_backend and "store->" in str(error)):
+            return None
     address = address or f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
     host = "torchrun's first agent" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0 or its launcher"
     reason = (str(error).splitlines() or [""])[0].removeprefix("rendezvous store: ").rstrip(". ")
@@ -62,16 +67,6 @@ def describe_lost_store(error: BaseException | None, address: str | None = None)
         f"{start}: {reason}. {cause}. Read the message of that process first, then run the same command: a run resumes "
         "from its newest checkpoint."
     )
-
-
-def _is_store_error(error: BaseException | None) -> bool:
-    """Return whether torch raised the error in a call of a store. Raised errors imply that torch is loaded."""
-    distributed = sys.modules.get("torch.distributed")
-    if error is None or distributed is None:
-        return False
-    kinds = (distributed.DistNetworkError, distributed.DistStoreError)
-    in_backend = isinstance(error, distributed.DistBackendError) and "store->" in str(error)  # NCCL's exchange of ids
-    return isinstance(error, kinds) or in_backend
 
 
 class JobStore:

@@ -64,12 +64,10 @@ STACKS_SIGNAL = signal.SIGQUIT
 class Report:
     """A rank's report of its end."""
 
-    kind: str
-    """done, user (ConfigError), exit (SystemExit), interrupt or error."""
+    code: int
+    """Exit status: 0, or by the error EXIT_USER (ConfigError), EXIT_RESTART, EXIT_INTERRUPTED or EXIT_FAILED."""
     text: str = ""
     """Message or traceback."""
-    code: int = 0
-    """Exit status."""
     consequence: bool = False
     """Whether the error only means that another rank was lost."""
     seconds: float = field(default_factory=time.monotonic)
@@ -77,10 +75,10 @@ class Report:
 
     @property
     def reason(self) -> str:
-        """Short reason: the last line of a traceback, the last paragraph of another error's text."""
-        if self.kind == "error" and "Traceback (most recent call last)" in self.text:
+        """Short reason: the last line of a traceback, the last paragraph of another failure's text."""
+        if self.code == EXIT_FAILED and "Traceback (most recent call last)" in self.text:
             return self.text.splitlines()[-1]
-        return self.text.rpartition("\n\n")[2] if self.kind == "error" else self.text
+        return self.text.rpartition("\n\n")[2] if self.code == EXIT_FAILED else self.text
 
 
 @dataclass
@@ -111,18 +109,18 @@ def load_entry(entry: Entry) -> Callable[[Plan], None]:
 
 def describe(error: BaseException) -> Report:
     """Return the report of an entry that ended with ``error``."""
-    text = "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, ConfigError):
-        return Report("user", str(error), EXIT_USER)
+        return Report(EXIT_USER, str(error))
     if isinstance(error, KeyboardInterrupt):
-        return Report("interrupt", code=EXIT_INTERRUPTED)
+        return Report(EXIT_INTERRUPTED)
     if isinstance(error, SystemExit) and error.code == EXIT_RESTART:
-        return Report("exit", code=EXIT_RESTART)
+        return Report(EXIT_RESTART)
     if fault := machine_fault(error):
-        return Report("error", fault, EXIT_FAILED)
+        return Report(EXIT_FAILED, fault)
     if lost := describe_lost_store(error):
-        return Report("error", wrap(lost), EXIT_FAILED, consequence=True)
-    return Report("error", text, EXIT_FAILED, consequence=is_peer_lost(error))
+        return Report(EXIT_FAILED, wrap(lost), consequence=True)
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return Report(EXIT_FAILED, trace, consequence=is_peer_lost(error))
 
 
 def is_peer_lost(error: BaseException | None) -> bool:
@@ -155,7 +153,7 @@ def run_assignment(assignment: Assignment, plan: Plan, entry: Entry) -> NoReturn
         faulthandler.register(STACKS_SIGNAL, file=crash)  # in C, without the GIL
         phase.share(assignment.phase_fd)
         phase.enter("importing the program", phase.PATIENT)
-        report = Report("done")
+        report = Report(0)
         try:
             load_entry(entry)(plan)
         except BaseException as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import select
-import selectors
 import shlex
 import signal
 import subprocess
@@ -22,7 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 
-from megatron_llama.config import ConfigError, Host, Problem
+from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.hostfile import Host
 from megatron_llama.config.problems import write_override
 from megatron_llama.devices import variable_prefixes
 from megatron_llama.launch.environment import NODE, NODES, RUN_ID, SLOTS, port_for
@@ -53,21 +53,12 @@ class Remote(Child):
     process: subprocess.Popen[bytes]
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_LINES))
     """Last lines of stderr."""
-    partial_line: bytes = b""
     ended_at: float = 0.0
-
-    @property
-    def succeeded(self) -> bool:
-        return self.ended and self.process.returncode == 0
-
-    @property
-    def wants_restart(self) -> bool:
-        return self.ended and self.process.returncode == EXIT_RESTART
 
     def poll(self) -> bool:
         if self.ended or self.process.poll() is None:
             return False
-        self.ended, self.ended_at = True, time.monotonic()
+        self.status, self.ended_at = self.process.returncode, time.monotonic()
         return True
 
     def send(self, number: int) -> None:
@@ -79,20 +70,14 @@ class Remote(Child):
         with suppress(OSError, ValueError):  # the process has ended
             self.process.stdin.write(f"{word}\n".encode())
 
-    def show_output(self, prefix: str) -> bool:
-        """Print new stderr output of the host; return False at its end."""
+    def show_output(self, prefix: str) -> None:
+        """Print the host's stderr, each line with ``prefix``, until its end."""
         assert self.process.stderr is not None
-        text = self.process.stderr.read(1 << 16)
-        if text is None:  # nothing yet
-            return True
-        *lines, self.partial_line = (self.partial_line + text).split(b"\n")
-        if not text and self.partial_line:
-            lines, self.partial_line = [*lines, self.partial_line], b""
-        for line in (part.decode(errors="replace") for part in lines):
-            self.lines.append(line)
-            sys.stderr.write(f"{prefix}{line}\n")
-        sys.stderr.flush()
-        return bool(text)
+        with open(self.process.stderr.fileno(), "rb", closefd=False) as output:  # buffered, unlike the pipe
+            for line in (part.decode(errors="replace").removesuffix("\n") for part in output):
+                self.lines.append(line)
+                sys.stderr.write(f"{prefix}{line}\n")
+                sys.stderr.flush()
 
 
 def run_on_hosts(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str]) -> int:
@@ -108,7 +93,7 @@ def _run_once(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str]) -> in
     words = program()
     words = words if words[0] == "-m" else [os.path.abspath(words[0])]
     command = [sys.executable, *words, *overrides, *(write_override(*pair) for pair in fixed)]
-    remotes: list[Remote] = []
+    remotes, readers = list[Remote](), list[threading.Thread]()
     # Sent on the control line: other users of the hosts can read command lines.
     secret = secrets.token_hex(32)
     with Signals() as signals:
@@ -121,9 +106,14 @@ def _run_once(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str]) -> in
                 remotes.append(Remote(host, _start([*ssh, host.name, line], plan)))
                 remotes[-1].write(secret)
                 signals.add(remotes[-1])
-            _watch(remotes, signals)
+                prefix = (f"[{host.name}] " if number else "",)
+                readers.append(threading.Thread(target=remotes[-1].show_output, args=prefix, daemon=True))
+                readers[-1].start()
+            supervise(remotes, signals, GRACE)
         finally:
             _end(remotes)
+            for reader in readers:
+                reader.join(1.0)  # other processes of a host may keep its output open
         return _exit_status(remotes, signals)
 
 
@@ -179,27 +169,6 @@ def _environment(hosts: Sequence[Host], run_id: str) -> dict[str, str]:
     }
 
 
-def _watch(remotes: Sequence[Remote], signals: Signals) -> None:
-    """Print the hosts' output (with a host prefix, except the first host) until ``supervise`` returns."""
-    prefixes = {id(remote): "" if remote is remotes[0] else f"[{remote.host.name}] " for remote in remotes}
-    with selectors.DefaultSelector() as selector:
-        for remote in remotes:
-            assert remote.process.stderr is not None
-            os.set_blocking(remote.process.stderr.fileno(), False)
-            selector.register(remote.process.stderr, selectors.EVENT_READ, remote)
-
-        def show(seconds: float) -> None:
-            if not selector.get_map():  # all outputs are closed; select would not wait
-                time.sleep(seconds)
-            for key, _ in selector.select(seconds) if selector.get_map() else []:
-                if not key.data.show_output(prefixes[id(key.data)]):
-                    selector.unregister(key.fileobj)
-
-        supervise(remotes, signals, GRACE, wait=show)
-        for remote in remotes:
-            remote.show_output(prefixes[id(remote)])
-
-
 def _end(remotes: Sequence[Remote]) -> None:
     """End the hosts' processes by closing their control lines; kill ssh after 2 s."""
     for remote in remotes:
@@ -219,11 +188,11 @@ def _exit_status(remotes: Sequence[Remote], signals: Signals) -> int:
     if signals.ends_at_once or any(remote.process.returncode == EXIT_INTERRUPTED for remote in remotes):
         sys.stderr.write(f"Stopped by {signal_name(signal.SIGINT)}.\n")
         return EXIT_INTERRUPTED
-    bad = [remote for remote in remotes if remote.ended and not (remote.succeeded or remote.wants_restart)]
+    bad = [remote for remote in remotes if remote.status not in (None, 0, EXIT_RESTART)]
     if not bad:
-        return 0 if all(remote.succeeded for remote in remotes) else EXIT_RESTART
+        return 0 if all(remote.status == 0 for remote in remotes) else EXIT_RESTART
     cause = min(bad, key=lambda remote: remote.ended_at)
-    status, text = cause.process.returncode, "\n".join(cause.lines).strip()
+    status, text = cause.status, "\n".join(cause.lines).strip()
     sys.stderr.write(f"\nHost {cause.host.name} failed first, with exit status {status}.\n")
     sys.stderr.write(f"Last output:\n\n{text}\n" if text else "It has no output.\n")
     return status if status == EXIT_USER else EXIT_FAILED

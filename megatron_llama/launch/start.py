@@ -187,16 +187,8 @@ class Rank(Child):
         return cls(number, pid, report_file, crash_file, phase_file, output)
 
     @property
-    def succeeded(self) -> bool:
-        return self.report is not None and self.report.kind == "done"
-
-    @property
     def is_finishing(self) -> bool:
         return not self.ended and self.phase.name.startswith(FINISHING)
-
-    @property
-    def wants_restart(self) -> bool:
-        return self.report is not None and self.report.code == EXIT_RESTART
 
     @property
     def interrupted(self) -> bool:
@@ -235,14 +227,14 @@ class Rank(Child):
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if pid == 0:
             return False
-        self.ended = True
-        self.exit_code = os.waitstatus_to_exitcode(status)
+        self.exit_code, self.status = os.waitstatus_to_exitcode(status), EXIT_FAILED
         self.report_file.seek(0)
         written = self.report_file.read()
         if self.exit_code >= 0 and written:
             self.report = pickle.loads(written)
         else:
             self.report = self._report_crash()
+        self.status = self.report.code
         return True
 
     def _report_crash(self) -> Report:
@@ -257,7 +249,7 @@ class Rank(Child):
             text = f"rank {self.number} exited with status {self.exit_code} before the end of its work"
         if limits := explain_crash() if self.exit_code != -signal.SIGKILL else "":
             text = f"{text}\n{wrap(limits)}"
-        return Report("error", f"{stack}\n\n{text}".strip(), EXIT_FAILED)
+        return Report(EXIT_FAILED, f"{stack}\n\n{text}".strip())
 
 
 def start_ranks(
@@ -379,9 +371,9 @@ def _exit_status(ranks: Sequence[Rank], signals: Signals, share: LocalRanks, pla
         share.reason = f"stopped by {signal_name(signal.SIGINT)} before the ranks could save"
         report(f"Stopped by {signal_name(signal.SIGINT)}.")
         return EXIT_INTERRUPTED
-    bad = [rank for rank in ranks if not (rank.succeeded or rank.wants_restart or rank.killed)]
+    bad = [rank for rank in ranks if rank.status not in (0, EXIT_RESTART) and not rank.killed]
     if not bad:
-        restarts = any(rank.wants_restart for rank in ranks)
+        restarts = any(rank.status == EXIT_RESTART for rank in ranks)
         if restarts and signals.received:
             names = sorted(signal.Signals(number).name for number in signals.received)
             share.reason = f"stopped by {', '.join(names)} after saving"
@@ -395,7 +387,7 @@ def _exit_status(ranks: Sequence[Rank], signals: Signals, share: LocalRanks, pla
         report(f"Stopped by {signal.Signals(number).name}.")
         return 128 + number
     share.reason = f"rank {cause.number} failed: {cause.report.reason}"
-    if cause.report.kind == "user":
+    if cause.report.code == EXIT_USER:
         share.reason = cause.report.reason
         report(cause.report.text)
         return EXIT_USER

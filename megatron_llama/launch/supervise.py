@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from megatron_llama.plan import Plan
-from megatron_llama.system.exit_status import EXIT_FAILED
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_RESTART
 from megatron_llama.system.signals import JOB_SIGNALS, announce_interrupt, handle_signals
 
 WATCHED = (signal.SIGINT, *JOB_SIGNALS)
@@ -28,11 +28,17 @@ _ECHO_SECONDS = 0.25
 class Child(ABC):
     """A child process."""
 
-    ended: bool = False
+    status: int | None = None
+    """Exit status; None while the child runs. EXIT_FAILED if a signal ended it, or if its work was not done."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the child has ended."""
+        return self.status is not None
 
     @abstractmethod
     def poll(self) -> bool:
-        """Set ``ended``; return True only in the first call after the end."""
+        """Set ``status``; return True only in the first call after the end."""
 
     @abstractmethod
     def send(self, number: int) -> None:
@@ -42,16 +48,6 @@ class Child(ABC):
     def is_finishing(self) -> bool:
         """Whether the child failed and finishes the save of an earlier step."""
         return False
-
-    @property
-    @abstractmethod
-    def succeeded(self) -> bool:
-        """Whether the child finished its work."""
-
-    @property
-    @abstractmethod
-    def wants_restart(self) -> bool:
-        """Whether the child ended with EXIT_RESTART."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +127,10 @@ def supervise(
         if time.monotonic() > deadline and not any(child.is_finishing for child in running):
             return
         for child in children:
-            if child.poll() and not child.succeeded:
+            if child.poll() and child.status != 0:
                 seconds = grace.fault if signals.interrupted_at is None else grace.interrupt
-                deadline = min(deadline, time.monotonic() + (grace.restart if child.wants_restart else seconds))
+                seconds = grace.restart if child.status == EXIT_RESTART else seconds
+                deadline = min(deadline, time.monotonic() + seconds)
         if signals.ends_at_once:
             return
         wait(POLL_SECONDS)

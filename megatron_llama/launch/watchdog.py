@@ -40,7 +40,10 @@ class WatchedRank(Protocol):
     """A rank under a watchdog."""
 
     number: int
-    ended: bool
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended."""
 
     @property
     def phase(self) -> Phase:

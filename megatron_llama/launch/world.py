@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_llama.config import Config, ConfigError, Host, Problem, parse_hostfile, parse_hosts
+from megatron_llama.config import Config, ConfigError, Problem
+from megatron_llama.config.hostfile import Host, parse_hostfile, parse_hosts
 from megatron_llama.config.settings import DEVICES
 from megatron_llama.devices import (
     Device,

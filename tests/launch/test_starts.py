@@ -135,9 +135,9 @@ def test_something_else_in_its_place_is_a_warning_or_replaced(
 
 def test_the_reason_of_a_rank() -> None:
     trace = "Traceback (most recent call last):\n  File x\nValueError: no\n\nway"
-    assert Report("error", trace).reason == "way"
-    assert Report("error", "stack\n\nkilled by\nSIGKILL").reason == "killed by\nSIGKILL"
-    assert Report("user", "a\n\nb").reason == "a\n\nb" and Report("done").reason == ""
+    assert Report(1, trace).reason == "way"
+    assert Report(1, "stack\n\nkilled by\nSIGKILL").reason == "killed by\nSIGKILL"
+    assert Report(2, "a\n\nb").reason == "a\n\nb" and Report(0).reason == ""
 
 
 def fail() -> None:

@@ -25,12 +25,12 @@ class Fake(Child):
     """A child that ends at a time; ``finishing`` until then."""
 
     def __init__(self, clock: Clock, end: float, *, status: int = 0, finishing: bool = False) -> None:
-        self.clock, self.end, self.status, self.finishing = clock, end, status, finishing
+        self.clock, self.end, self.result, self.finishing = clock, end, status, finishing
         self.received: list[int] = []
 
     def poll(self) -> bool:
-        ended, self.ended = self.ended, self.clock.now >= self.end
-        return self.ended and not ended
+        before, self.status = self.ended, self.result if self.clock.now >= self.end else None
+        return self.ended and not before
 
     def send(self, number: int) -> None:
         self.received.append(number)
@@ -38,14 +38,6 @@ class Fake(Child):
     @property
     def is_finishing(self) -> bool:
         return self.finishing and not self.ended
-
-    @property
-    def succeeded(self) -> bool:
-        return self.ended and self.status == 0
-
-    @property
-    def wants_restart(self) -> bool:
-        return self.ended and self.status == 75
 
 
 class Clock:
