@@ -38,7 +38,6 @@ def main() -> int:
     # Imported here: --help needs no torch.
     from megatron_llama.checkpoint.export import export
     from megatron_llama.checkpoint.folder import find_checkpoint
-    from megatron_llama.checkpoint.foreign.write import export_foreign
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.config import ConfigError
     from megatron_llama.config.hf_config import resolve_hub_name
@@ -49,13 +48,9 @@ def main() -> int:
         largest = int(arguments.max_shard_gb * 1e9)
         base = None if arguments.base is None else Path(resolve_hub_name(str(arguments.base)))
         with ProgressBar("export", "percent", 100) as bar:
-            options: dict[str, Any] = {"merge": arguments.merge, "base": base}
+            options: dict[str, Any] = {"merge": arguments.merge, "base": base, "average": average, "decay": decay}
             options["progress"] = lambda written, of: bar.show(100 * written // of)
-            if arguments.format == "hf":
-                options |= {"average": average, "decay": decay}
-                made = export(checkpoint, arguments.out, arguments.dtype, largest, **options)
-            else:
-                made = export_foreign(checkpoint, arguments.out, arguments.format, arguments.dtype, **options)
+            made = export(checkpoint, arguments.out, arguments.dtype, largest, kind=arguments.format, **options)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -221,8 +221,10 @@ class Checkpointer:
         from megatron_llama.checkpoint.foreign.detect import open_foreign  # most runs start without these readers
         from megatron_llama.checkpoint.foreign.tensors import NO_SETTINGS
 
-        has_config = _is_hf_folder(folder)
-        model = self.plan.model
+        model, recognized = self.plan.model, recognize(folder)
+        is_trainer = recognized is not None and recognized.format == TRAINER and recognized.folder == folder
+        # With Hugging Face's config.json and files. The errors of unknown folders assume it.
+        has_config = recognized is None or not recognized.is_foreign or is_trainer
         foreign = None if has_config else open_foreign(folder, model)
         stored = open_hf_folder(folder, model) if foreign is None else foreign.tensors
         if foreign is not None and not foreign.has_settings:
@@ -354,13 +356,6 @@ class Checkpointer:
         """Write a line to stderr on rank 0; stdout has the progress line."""
         if self.topology.rank == 0:
             sys.stderr.write(f"checkpoint: {escape_controls(text)}\n")
-
-
-def _is_hf_folder(folder: Path) -> bool:
-    """Return whether a folder has Hugging Face's config.json and files; the errors of unknown folders assume it."""
-    recognized = recognize(folder)
-    is_trainer = recognized is not None and recognized.format == TRAINER and recognized.folder == folder
-    return recognized is None or not recognized.is_foreign or is_trainer
 
 
 def _working_dir() -> str | None:

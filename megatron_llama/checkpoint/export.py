@@ -14,13 +14,21 @@ from typing import Any
 
 import torch
 
+from megatron_llama.arch.checkpoint_formats import DCP
 from megatron_llama.arch.names import PEFT_PREFIX, Shape, hf_shapes, is_lora
 from megatron_llama.checkpoint.adapter import MergedTensors, adapter_config, finetune_of, open_base, trained_tensors
 from megatron_llama.checkpoint.folder import older_checkpoints
 from megatron_llama.checkpoint.manifest import NAME, Manifest, dtype_of, read_manifest
 from megatron_llama.checkpoint.model_card import CARD, model_card
-from megatron_llama.checkpoint.stored_tensors import AveragedTensors, CorruptFile, Stored, safetensors_header
-from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig, Problem
+from megatron_llama.checkpoint.stored_tensors import (
+    EXPORT_DTYPES,
+    AveragedTensors,
+    CorruptFile,
+    Stored,
+    cast_weights,
+    safetensors_header,
+)
+from megatron_llama.config import ConfigError, ModelConfig, Problem
 from megatron_llama.config.hf_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -32,11 +40,12 @@ from megatron_llama.config.hf_config import (
     read_hf_config,
 )
 from megatron_llama.config.problems import format_value
+from megatron_llama.config.settings import MODEL_TYPES
 from megatron_llama.system.files import FolderTaken, atomic_folder, check_free, sha256_file, write_synced
 from megatron_llama.text.chat_template import add_stop_token, write_trained_template
 from megatron_llama.text.tokenizer import TokenizerError, open_tokenizer, read_sentencepiece, tokenizer_file
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HF_FOLDER = "hf"
 MAX_SHARD_BYTES = 5 * 10**9
 _BLOCK_BYTES = 64 << 20
 GENERATION = "generation_config.json"
@@ -74,6 +83,7 @@ def export(
     dtype: str = "auto",
     max_shard_bytes: int = MAX_SHARD_BYTES,
     *,
+    kind: str = HF_FOLDER,
     merge: bool = False,
     base: Path | None = None,
     average: int = 1,
@@ -87,6 +97,7 @@ def export(
     Args:
         out: A folder that does not exist or is empty.
         dtype: auto: dtype of the run's ``init_from`` folder, for an adapter its training dtype, otherwise float32.
+        kind: hf: a Hugging Face folder; dcp: torchtitan's names; torch_dist: megatron-core's, in ``out/release``.
         merge: Merge the LoRA adapter into its base model.
         base: Folder of the base model; default: ``init_from`` of the run.
         average: Export the mean of this many checkpoints of the run: this one and the ones before it.
@@ -94,38 +105,37 @@ def export(
         progress: Called with the bytes of weights written and their total.
 
     Raises:
-        ConfigError: The options do not match the checkpoint, ``out`` exists, another process writes it, or a weight is
-            too large for ``dtype``.
+        ConfigError: The options do not match, ``out`` exists or is being written, or a weight exceeds ``dtype``.
         CorruptFile: The checkpoint is damaged.
     """
     check_output(out)
     manifest = read_manifest(checkpoint)
     model, finetune = model_of(manifest), finetune_of(manifest)
     is_adapter = finetune.method == "lora" and not merge
-    check_options(checkpoint, model, finetune, merge, base, average)
-    if is_adapter:
-        _check_base(checkpoint, model, manifest.state.hf_folder)
+    _check_options(manifest, kind, merge, base, average)
     source, shapes = open_source(manifest, is_adapter, merge, base)
     older = [read_manifest(folder) for folder in older_checkpoints(checkpoint, average - 1)]
     if older:
         source = AveragedTensors.of(source, [open_source(each, False, merge, base)[0] for each in older], decay)
     if dtype == "auto":
         dtype = dtype_of(source) if is_adapter else manifest.state.dtype
-    dtype = dtype if dtype in DTYPES else "float32"
+    dtype, tokenizer = dtype if dtype in EXPORT_DTYPES else "float32", False
     with writing(out) as partial:
-        tokenizer = False
+        if kind != HF_FOLDER:
+            from megatron_llama.checkpoint.foreign.write import write_foreign  # most exports need no writer of DCP
+
+            return Exported(out, dtype, *write_foreign(partial, kind, source, model, dtype, progress), tokenizer)
         if is_adapter:
-            files = [shapes]
+            files, single = [shapes], ADAPTER_WEIGHTS
             _write_json(partial / ADAPTER_CONFIG, adapter_config(finetune, manifest.state.hf_folder))
         else:
-            files = split_into_files(shapes, DTYPES[dtype], max_shard_bytes)
+            files, single = split_into_files(shapes, EXPORT_DTYPES[dtype], max_shard_bytes), SINGLE
             token_ids, tokenizer = write_companions(manifest, partial)
             _write_json(partial / "config.json", hf_config(model, dtype, token_ids))
         states = [manifest.state, *(each.state for each in older)]
         card = model_card(states, model, finetune, adapter=is_adapter, dtype=dtype, tokenizer=tokenizer)
         write_synced(partial / CARD, card.encode())
-        single = ADAPTER_WEIGHTS if is_adapter else SINGLE
-        names, size = _write_weights(source, files, DTYPES[dtype], partial, single, progress)
+        names, size = _write_weights(source, files, EXPORT_DTYPES[dtype], partial, single, progress)
     return Exported(out, dtype, names, size, tokenizer)
 
 
@@ -166,10 +176,9 @@ def open_source(
     return manifest.stored, shapes
 
 
-def check_options(
-    checkpoint: Path, model: ModelConfig, finetune: FinetuneConfig, merge: bool, base: Path | None, average: int = 1
-) -> None:
-    """Raise ConfigError for options that do not match the checkpoint, and for models without a Hugging Face class."""
+def _check_options(manifest: Manifest, kind: str, merge: bool, base: Path | None, average: int) -> None:
+    """Raise ConfigError for options that do not match the checkpoint, and for models that the format does not have."""
+    model, finetune, checkpoint = model_of(manifest), finetune_of(manifest), manifest.stored.folder
     if model.sparse_attention is not None:
         rule = f"was trained with model.sparse_attention: {NO_HF_BLOCKS}"
         raise ConfigError([Problem("CHECKPOINT", str(checkpoint), rule, "generate and evaluate from the checkpoint")])
@@ -182,6 +191,14 @@ def check_options(
     if base is not None and not merge:
         rule = "is only used with --merge"
         raise ConfigError([Problem("--base", str(base), rule, "omit --base, or add --merge for a LoRA run")])
+    if kind != HF_FOLDER and finetune.method == "lora" and not merge:
+        rule = "is a LoRA checkpoint, and this format has no adapters"
+        raise ConfigError([Problem("--format", kind, rule, "add --merge, or write --format hf")])
+    if kind == DCP and model.model_type != MODEL_TYPES[0]:
+        rule = f"writes torchtitan's Llama, and this model is a {model.model_type}"
+        raise ConfigError([Problem("--format", kind, rule, "write --format hf or torch_dist")])
+    if finetune.method == "lora" and not merge:
+        _check_base(checkpoint, model, manifest.state.hf_folder)
 
 
 def _check_base(checkpoint: Path, model: ModelConfig, folder: str | None) -> None:
@@ -263,17 +280,6 @@ def _write_weights(
     return names, size
 
 
-def cast_weights(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weights in another dtype. Raises ConfigError if a finite value becomes infinite in it."""
-    cast = values.to(dtype)
-    if not cast.isfinite().all():
-        most, limit = values.abs().max().item(), torch.finfo(dtype).max
-        others = ", ".join(word for word, other in DTYPES.items() if torch.finfo(other).max >= most)
-        rule = f"{name} has the magnitude {most:g}, and the largest value of this dtype is {limit:g}"
-        raise ConfigError([Problem("--dtype", str(dtype).removeprefix("torch."), rule, f"write one of: {others}")])
-    return cast
-
-
 def write_companions(manifest: Manifest, folder: Path) -> tuple[dict[str, int], bool]:
     """Write the run's tokenizer, or its base model's, and the generation config.
 
@@ -285,21 +291,16 @@ def write_companions(manifest: Manifest, folder: Path) -> tuple[dict[str, int], 
     token_ids: dict[str, int] = {}
     if tokenizer is not None:
         token_ids = _write_tokenizer(tokenizer, folder, is_run=tokenizer != base)
-    if base is not None and _has_same_ids(tokenizer, base):
-        token_ids |= _write_base_settings(base, folder)
+    if base is not None:
+        one, other = tokenizer_file(tokenizer or base), tokenizer_file(base)
+        if one == other or (other.is_file() and sha256_file(one) == sha256_file(other)):
+            token_ids |= _write_base_settings(base, folder)
     end = write_trained_template(manifest.state.settings, folder)
     if not (folder / GENERATION).exists():
         _write_json(folder / GENERATION, {"_from_model_config": True, **token_ids})
     if end is not None:
         add_stop_token(folder / GENERATION, end)
     return token_ids, (folder / "tokenizer_config.json").exists()
-
-
-def _has_same_ids(tokenizer: Path | None, base: Path) -> bool:
-    if tokenizer is None or tokenizer == base:
-        return True
-    one, other = tokenizer_file(tokenizer), tokenizer_file(base)
-    return other.is_file() and sha256_file(one) == sha256_file(other)
 
 
 def _write_base_settings(base: Path, folder: Path) -> dict[str, int]:

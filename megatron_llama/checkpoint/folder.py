@@ -102,7 +102,7 @@ def clean(checkpoints: Path) -> None:
         return
     for entry in checkpoints.iterdir():
         if entry.name.startswith(".") and entry.name.endswith((".partial", ".removed", DRAFT)):
-            _delete(entry)
+            delete(entry)
 
 
 def read_pointer(checkpoints: Path, pointer: str) -> Path:
@@ -116,14 +116,8 @@ def read_pointer(checkpoints: Path, pointer: str) -> Path:
 
 def best_checkpoint(checkpoints: Path) -> Path | None:
     """Return the checkpoint with the lowest validation loss, the earliest of equals; None if none has a loss."""
-    losses: list[tuple[float, int]] = []
-    for step in saved_steps(checkpoints):
-        try:
-            loss = read_manifest(checkpoints / folder_name(step)).state.val_loss
-        except CorruptFile:
-            continue
-        if loss is not None:
-            losses.append((loss, step))
+    states = {step: _state_of(checkpoints / folder_name(step)) for step in saved_steps(checkpoints)}
+    losses = [(state.val_loss, step) for step, state in states.items() if state and state.val_loss is not None]
     return checkpoints / folder_name(min(losses)[1]) if losses else None
 
 
@@ -136,9 +130,10 @@ def point_to_best(checkpoints: Path, new: State | None = None) -> Path | None:
     best: Path | None
     try:
         known = read_pointer(checkpoints, BEST)
-        old = None if new is None or known.name == folder_name(new.step) else read_manifest(known).state.val_loss
+        state = None if new is None or known.name == folder_name(new.step) else _state_of(known)
     except CorruptFile:
-        old = None
+        state = None
+    old = None if state is None else state.val_loss
     if new is None or old is None:
         best = best_checkpoint(checkpoints)
     else:
@@ -185,21 +180,16 @@ def prune(checkpoints: Path, newest: int, settings: CheckpointConfig, best: Path
         folder = checkpoints / folder_name(step)
         if folder == best or (settings.keep_every and step % settings.keep_every == 0):
             continue
-        if settings.keep is not None or _is_replaceable(folder):
+        if settings.keep is not None or ((state := _state_of(folder)) is not None and state.replaceable):
             _remove(folder)
 
 
-def _is_replaceable(folder: Path) -> bool:
-    """Return whether later checkpoints replace this one; False for a damaged one."""
+def _state_of(folder: Path) -> State | None:
+    """Return the state of a checkpoint; None for a damaged one."""
     try:
-        return read_manifest(folder).state.replaceable
+        return read_manifest(folder).state
     except CorruptFile:
-        return False
-
-
-def discard(checkpoints: Path, step: int) -> None:
-    """Delete the partial files of a failed checkpoint."""
-    _delete(partial_folder(checkpoints, step))
+        return None
 
 
 def move_aside(checkpoints: Path) -> Path | None:
@@ -216,12 +206,12 @@ def move_aside(checkpoints: Path) -> Path | None:
 def _remove(folder: Path) -> None:
     """Delete a checkpoint: rename it first, then delete its files."""
     removed = folder.with_name(f".{folder.name}.removed")
-    _delete(removed)
+    delete(removed)
     os.rename(folder, removed)
-    _delete(removed)
+    delete(removed)
 
 
-def _delete(path: Path) -> None:
+def delete(path: Path) -> None:
     """Delete a folder, file or link. Links are not followed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama import devices
-from megatron_llama.checkpoint.folder import CLAIM, discard, folder_name, partial_folder, publish
+from megatron_llama.checkpoint.folder import CLAIM, delete, folder_name, partial_folder, publish
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.checkpoint.storage import part_name, save_part
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
@@ -62,7 +62,7 @@ class Saver:
         begin = time.perf_counter()
         self._copy(tensors)
         self._state, self._publishing = state, False
-        self._run(lambda: self._write(state.step))
+        self._run(lambda: save_part(self._staging, partial_folder(self.checkpoints, state.step), self.rank))
         if not self.settings.asynchronous:
             self.wait()
         self.blocked_seconds = time.perf_counter() - begin
@@ -147,14 +147,9 @@ class Saver:
             error = SaveFailed(message)
             error.__cause__ = self._error
         if self.rank == 0:
-            discard(self.checkpoints, state.step)
+            delete(partial_folder(self.checkpoints, state.step))
         self._state = self._thread = None
         raise_on_all_ranks(error)
-
-    def _write(self, step: int) -> None:
-        folder = partial_folder(self.checkpoints, step)
-        folder.mkdir(parents=True, exist_ok=True)
-        save_part(self._staging, folder, self.rank)
 
     def _copy(self, tensors: dict[str, Rectangles]) -> None:
         """Copy to host memory that is reused by each save: new memory costs page faults."""

@@ -140,6 +140,7 @@ def save_part(tensors: Mapping[str, Rectangles], folder: Path, rank: int) -> Non
     """
     values = {_key(name, offset): part for name, whole in tensors.items() for offset, part in whole.parts}
     header, starts = safetensors_header({key: (part.dtype, tuple(part.shape)) for key, part in values.items()})
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{rank:05d}.safetensors"
     described: dict[str, dict[str, Any]] = {}
     with path.open("xb") as file, ThreadPoolExecutor(1) as hasher:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron_llama.arch.names import Shape
+from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import HOST
 from megatron_llama.system import files
 
@@ -34,6 +35,8 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WEIGHT_DTYPES = {name: DTYPES[name] for name in ("F32", "BF16", "F16", "F64")}
 """Dtypes of weights and moments by their names in safetensors files."""
+EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Dtypes of exported weights, by name."""
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 
 
@@ -142,6 +145,17 @@ def check_finite(where: Path | str, name: str, values: torch.Tensor, offset: Sha
     kind = "non-finite" if negative else "invalid"
     others = f" and {len(wrong) - 1:,} more {kind} values" if len(wrong) > 1 else ""
     raise CorruptFile(f"{where}: {name} has {value} at {place}{others}")
+
+
+def cast_weights(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weights in another dtype. Raises ConfigError if a finite value becomes infinite in it."""
+    cast = values.to(dtype)
+    if not cast.isfinite().all():
+        most, limit = values.abs().max().item(), torch.finfo(dtype).max
+        others = ", ".join(word for word, other in EXPORT_DTYPES.items() if torch.finfo(other).max >= most)
+        rule = f"{name} has the magnitude {most:g}, and the largest value of this dtype is {limit:g}"
+        raise ConfigError([Problem("--dtype", str(dtype).removeprefix("torch."), rule, f"write one of: {others}")])
+    return cast
 
 
 def check_file_name(name: Any) -> str:

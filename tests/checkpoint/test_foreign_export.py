@@ -10,9 +10,10 @@ import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 
 from megatron_llama.arch.foreign_names import megatron_names
+from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.foreign.detect import open_foreign
-from megatron_llama.checkpoint.foreign.write import export_foreign
+from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.config import ConfigError
 from tests.checkpoint.megatron_source import Source, build_source, logits_of
 from tests.checkpoint.runner import Run, make_plan, run
@@ -35,7 +36,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
 
 def test_torch_loads_an_export_for_torchtitan(trained: tuple[Path, Run], tmp_path: Path) -> None:
     checkpoint, result = trained
-    exported = export_foreign(checkpoint, tmp_path / "out", "dcp")
+    exported = export(checkpoint, tmp_path / "out", kind="dcp")
     weights = {name: values for name, values in result.tensors.items() if "/" not in name}
     expected = {titan_name(name): titan_rows(name, values) for name, values in weights.items()}
     state = {name: torch.zeros_like(values) for name, values in expected.items()}
@@ -60,7 +61,7 @@ def _load(rank: int, source: Source) -> torch.Tensor | None:
 def test_megatron_core_loads_an_export(trained: tuple[Path, Run], tmp_path: Path) -> None:
     """Two tensor-parallel ranks of two stages load the folder that one process wrote."""
     checkpoint, result = trained
-    export_foreign(checkpoint, tmp_path / "out", "torch_dist")
+    export(checkpoint, tmp_path / "out", kind="torch_dist")
     parts = [part for part in run_ranks(_load, 4, Source(2, 2, tmp_path / "out")) if part is not None]
     (expected,) = run_ranks(logits_of_weights, 1, result.tensors)
     torch.testing.assert_close(torch.cat(parts, dim=-1), expected, rtol=0, atol=1e-5)
@@ -70,7 +71,30 @@ def test_what_has_no_export_is_refused(trained: tuple[Path, Run], tmp_path: Path
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "file").touch()
     with raises_with_message(ConfigError, "exists and is not empty"):
-        export_foreign(trained[0], tmp_path / "out", "dcp")
+        export(trained[0], tmp_path / "out", kind="dcp")
     model = make_plan(1, tmp_path, "model.model_type=olmo2").model
     with raises_with_message(ConfigError, "has no name in this format"):
         megatron_names(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "section", "changed", "words"),
+    [
+        ("dcp", "model", {"model_type": "olmo2"}, "writes torchtitan's Llama, and this model is a olmo2"),
+        ("torch_dist", "finetune", {"method": "lora"}, "this format has no adapters"),
+    ],
+)
+def test_models_that_a_format_lacks_are_refused(
+    trained: tuple[Path, Run],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    section: str,
+    changed: dict[str, str],
+    words: str,
+) -> None:
+    manifest = read_manifest(trained[0])
+    manifest.state.settings[section] |= changed
+    monkeypatch.setattr("megatron_llama.checkpoint.export.read_manifest", lambda folder: manifest)
+    with raises_with_message(ConfigError, words):
+        export(trained[0], tmp_path / "out", kind=kind)

@@ -19,11 +19,10 @@ from safetensors.torch import save_file
 
 from megatron_llama.arch.foreign_names import megatron_names, torchtitan_names
 from megatron_llama.arch.names import hf_shapes
-from megatron_llama.checkpoint.foreign.dcp_files import DcpFolder
 from megatron_llama.checkpoint.foreign.detect import open_foreign, resumed_state
 from megatron_llama.checkpoint.foreign.source_settings import read_arguments
-from megatron_llama.checkpoint.foreign.tensors import Foreign, ForeignTensors
-from megatron_llama.checkpoint.foreign.torch_folders import _moments, names_in
+from megatron_llama.checkpoint.foreign.tensors import Foreign, ForeignTensors, moment_names
+from megatron_llama.checkpoint.foreign.torch_folders import STATE_NAMES, model_prefix, names_in
 from megatron_llama.config import ConfigError, ModelConfig
 from tests.checkpoint.runner import make_plan, rejection, run
 from tests.checkpoint.source_settings import BETAS, DECAY, EPS, LR, SETTINGS
@@ -138,9 +137,8 @@ def test_only_padding_of_the_vocabulary_is_omitted(
 @pytest.mark.parametrize("prefix", ["model.", "module.", "model.module."])
 def test_moments_may_lack_the_prefix_of_weights(prefix: str) -> None:
     plain = [*hf_shapes(_model())]
-    exp_avg = _moments(DcpFolder(Path(), {}, {}), names_in(Path(), _model(), {prefix + name for name in plain}))[
-        "exp_avg"
-    ]
+    names = names_in(Path(), _model(), {prefix + name for name in plain})
+    exp_avg = moment_names(STATE_NAMES, (), model_prefix(names))["exp_avg"]
     assert [exp_avg(prefix + name) for name in plain] == [f"optimizer.state.{name}.exp_avg" for name in plain]
 
 

@@ -16,7 +16,6 @@ import torch
 
 from megatron_llama.checkpoint.export import export, write_companions
 from megatron_llama.checkpoint.folder import find_checkpoint
-from megatron_llama.checkpoint.foreign.write import export_foreign
 from megatron_llama.checkpoint.hf_folder import list_tensors, open_hf_folder
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError, load_config
@@ -318,7 +317,7 @@ def test_an_export_never_writes_infinite_weights(tmp_path: Path) -> None:
     safetensors_torch.save_file(tensors, hf / "model.safetensors")
     our_logits(import_plan(1, hf, tmp_path / "run"))
     checkpoint = find_checkpoint(tmp_path / "run")
-    for write in (export, partial(export_foreign, kind="dcp"), partial(export_foreign, kind="torch_dist")):
+    for write in (export, partial(export, kind="dcp"), partial(export, kind="torch_dist")):
         with raises_with_message(ConfigError, "lm_head.weight has the magnitude 1e.06"):
             write(checkpoint, tmp_path / "out", dtype="float16")
         assert not (tmp_path / "out").exists()

@@ -15,7 +15,7 @@ from megatron_llama.checkpoint.foreign.dcp_files import DcpFolder, open_dcp
 from megatron_llama.checkpoint.foreign.source_settings import read_config_json
 from megatron_llama.checkpoint.foreign.tensors import MOMENTS, NO_SETTINGS, Foreign, ForeignTensors, weight_names
 from megatron_llama.checkpoint.foreign.torch_files import READERS
-from megatron_llama.checkpoint.foreign.torch_folders import OPTIMIZER_FILE, read_trainer_files
+from megatron_llama.checkpoint.foreign.torch_folders import OPTIMIZER_FILE, STATE_NAMES, open_parts, read_trainer_files
 from megatron_llama.checkpoint.foreign.unpickle import load_pickle
 from megatron_llama.checkpoint.hf_folder import all_tensors
 from megatron_llama.checkpoint.manifest import read_manifest
@@ -64,8 +64,7 @@ def describe(folder: Path) -> Description:
         formats.TRAINER: _trainer,
         formats.TORCH_DIST: _torch_dist,
         formats.RANKS: _ranks,
-        formats.FSDP: _fsdp,
-        formats.DCP: _dcp,
+        **dict.fromkeys((formats.FSDP, formats.DCP), _dcp),
     }
     readers.get(recognized.format, _torch_files)(result, source)
     return result
@@ -82,10 +81,7 @@ def _ours(result: Description, source: Foreign) -> None:
     result.rows.append(("saved by", f"{state.world_size} ranks"))
     if state.val_loss is not None:
         result.rows.append(("validation loss", f"{state.val_loss:.4f}"))
-    for name, size in manifest.files.items():
-        path = result.folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            raise CorruptFile(f"{path}: is missing, or has not {size} bytes")
+    manifest.check_sizes()
     if not kinds and state.step:
         result.missing.append("optimizer states")
 
@@ -122,7 +118,7 @@ def _torch_dist(result: Description, source: Foreign) -> None:
     dcp = open_dcp(result.folder)
     common = megatron.read_common(dcp)
     _dcp_weights(result, dcp)
-    weights, pattern = weight_names(dcp.tensors), "optimizer.state.{kind}.{name}"
+    weights, pattern = weight_names(dcp.tensors), megatron.STATE_NAMES
     if not _count_moments(dcp, weights, pattern):  # NeMo 2 may omit the prefix of the weights
         weights = [name.removeprefix("module.") for name in weights]
     _moments(result, _count_moments(dcp, weights, pattern), len(weights))
@@ -147,27 +143,21 @@ def _ranks(result: Description, source: Foreign) -> None:
     result.missing.append("Adam's moments (this format is read for its weights only)")
 
 
-def _fsdp(result: Description, source: Foreign) -> None:
-    _dcp_weights(result, open_dcp(result.folder / formats.FSDP_MODEL))
-    states = result.folder / formats.FSDP_OPTIMIZER
-    dcp = open_dcp(states) if (states / formats.METADATA).is_file() else DcpFolder(states, {}, {})
-    names = {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in dcp.tensors if ".state." in key}
-    _moments(result, _count_moments(dcp, names, "optimizer.state.{name}.{kind}"), len(names))
-    read_config_json(source, result.folder)
-    read_trainer_files(source, result.folder)
-    _progress(result, source)
-    result.missing += source.missing + ["the position in the data, which the format does not store"]
-
-
 def _dcp(result: Description, source: Foreign) -> None:
-    dcp = open_dcp(result.folder)
+    dcp, states = open_parts(result.folder)
     _dcp_weights(result, dcp)
-    weights = weight_names(dcp.tensors)
-    _moments(result, _count_moments(dcp, weights, "optimizer.state.{name}.{kind}"), len(weights))
+    names = set(weight_names(dcp.tensors))
+    if source.format == formats.FSDP:
+        names = {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in states.tensors if ".state." in key}
+    _moments(result, _count_moments(states, names, STATE_NAMES), len(names))
     read_config_json(source, result.folder)
     source.step = megatron.integer(dcp.value("train_state.step"), dcp.value("step"))
+    position = "the position in the data (torchtitan's dataloader is not read)"
+    if source.format == formats.FSDP:
+        read_trainer_files(source, result.folder)
+        position = "the position in the data, which the format does not store"
     _progress(result, source)
-    result.missing.append("the position in the data (torchtitan's dataloader is not read)")
+    result.missing += [*source.missing, position]
 
 
 def _torch_files(result: Description, source: Foreign) -> None:

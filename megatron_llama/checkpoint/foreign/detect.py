@@ -17,7 +17,7 @@ from megatron_llama.checkpoint.foreign.megatron import open_ranks, open_torch_di
 from megatron_llama.checkpoint.foreign.source_settings import MODEL, check_model
 from megatron_llama.checkpoint.foreign.tensors import MOMENTS, NO_SETTINGS, Foreign
 from megatron_llama.checkpoint.foreign.torch_files import READERS, open_torch_files
-from megatron_llama.checkpoint.foreign.torch_folders import open_dcp_folder, open_fsdp, open_trainer
+from megatron_llama.checkpoint.foreign.torch_folders import open_dcp_folder, open_trainer
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import ConfigError, ModelConfig, Problem
 from megatron_llama.config.fields import get
@@ -50,9 +50,8 @@ def open_foreign(folder: Path, model: ModelConfig, *, resumes: bool = False) -> 
         **{kind: partial(open_torch_files, kind=kind) for kind in READERS},
         formats.TORCH_DIST: partial(open_torch_dist, masters=resumes),
         formats.RANKS: open_ranks,
-        formats.FSDP: open_fsdp,
         formats.TRAINER: open_trainer,
-        formats.DCP: open_dcp_folder,
+        **dict.fromkeys((formats.FSDP, formats.DCP), open_dcp_folder),
     }
     foreign = readers[recognized.format](where, model)
     foreign.missing += [] if foreign.has_settings else [NO_SETTINGS]

@@ -28,6 +28,7 @@ from megatron_llama.checkpoint.foreign.tensors import (
     SourceTensor,
     check_dtypes,
     map_tensors,
+    moment_names,
 )
 from megatron_llama.checkpoint.foreign.unpickle import check_stored, load_pickle
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
@@ -35,7 +36,7 @@ from megatron_llama.config import ConfigError, ModelConfig, Problem
 
 MASTERS = ("fp32_param", "param")
 """Names of fp32 copies of bf16 weights in the optimizer's state."""
-_STATE = "optimizer.state."
+STATE_NAMES = "optimizer.state.{kind}.{name}"
 _LAYER = re.compile(r"^decoder\.layers\.(\d{1,6})\.")
 # Names in the files of Megatron-LM's legacy model classes, before megatron-core.
 _LEGACY = (
@@ -70,7 +71,7 @@ def open_torch_dist(folder: Path, model: ModelConfig, *, masters: bool = False) 
     prefix = _prefix(dcp.tensors)
     stacked = any(f"{prefix}decoder.layers.mlp.linear_fc2.weight" == key for key in dcp.tensors)
     names = megatron_names(model, dcp.tensors, prefix, stacked=stacked)
-    moments = {kind: partial(_moment, kind, dcp.tensors, prefix) for kind in MOMENTS}
+    moments = moment_names(STATE_NAMES, dcp.tensors, prefix)
     tensors = map_tensors(folder, dcp.tensors, names, moments, vocab_multiple=_vocab_multiple(arguments))
     result.tensors = _with_masters(tensors, dcp.tensors, names, prefix) if masters else tensors
     read_train_state(result, folder)
@@ -92,18 +93,13 @@ def _prefix(keys: Collection[str]) -> str:
     return names[0].removesuffix(ending) if names else ""
 
 
-def _moment(kind: str, keys: Collection[str], prefix: str, key: str) -> str:
-    """Return the name of a weight's moment."""
-    whole = f"{_STATE}{kind}.{key}"
-    return whole if whole in keys else f"{_STATE}{kind}.{key.removeprefix(prefix)}"
-
-
 def _with_masters(
     tensors: ForeignTensors, sources: Mapping[str, SourceTensor], names: Names, prefix: str
 ) -> ForeignTensors:
     """Return the tensors with fp32 copies instead of bf16 weights."""
     for kind in MASTERS:
-        renamed = {key: _moment(kind, sources, prefix, key) for key in names.shapes}
+        rename = moment_names(STATE_NAMES.replace("{kind}", kind), sources, prefix)[MOMENTS[0]]
+        renamed = {key: rename(key) for key in names.shapes}
         if all(new in sources and sources[new].shape == sources[key].shape for key, new in renamed.items()):
             replaced = {**tensors.sources, **{key: sources[new] for key, new in renamed.items()}}
             check_dtypes(tensors.folder, replaced)
@@ -153,17 +149,14 @@ def describe_source(result: Foreign, content: Mapping[str, Any], folder: Path) -
     if result.shuffled is None and batch is not None and iterations is not None:
         result.shuffled = batch * iterations
     groups = list(parameter_groups(content.get("optimizer")))
-    for group in sorted(groups, key=_decays, reverse=True):  # norms have a group without decay
+    decays = ("wd_mult", "weight_decay")  # norms have a group with 0
+    for group in sorted(groups, key=lambda group: 0 in [integer(group.get(name)) for name in decays]):
         read_group(result, group)
     step = groups[0].get("step") if groups else None
     result.updates = integer(step, _find(content.get("optimizer"), "common_step"), result.step)
     if result.samples is None:
         result.missing.append("consumed samples")
     return arguments
-
-
-def _decays(group: Mapping[str, Any]) -> bool:
-    return integer(group.get("wd_mult")) != 0 and integer(group.get("weight_decay")) != 0
 
 
 def _vocab_multiple(arguments: Mapping[str, Any], tensor_ranks: int | None = None) -> int:

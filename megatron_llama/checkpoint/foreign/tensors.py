@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,22 @@ class Foreign:
         """Whether Adam's moments of all weights are stored."""
         weights = [name for name in self.tensors.tensors if not name.startswith(STATES)]
         return all(f"{STATES}{kind}.{name}" in self.tensors.tensors for kind in MOMENTS for name in weights)
+
+
+def moment_names(pattern: str, keys: Collection[str] = (), prefix: str = "") -> dict[str, Callable[[str], str]]:
+    """Return, for each of MOMENTS, a function from a weight's name to its moment's name.
+
+    Args:
+        pattern: The moment's name with the fields ``kind`` and ``name``.
+        keys: Names in the checkpoint. If the moment is in none of them, its name lacks ``prefix``.
+        prefix: Start of the weights' names.
+    """
+
+    def rename(kind: str, name: str) -> str:
+        whole = pattern.format(kind=kind, name=name)
+        return pattern.format(kind=kind, name=name.removeprefix(prefix)) if prefix and whole not in keys else whole
+
+    return {kind: partial(rename, kind) for kind in MOMENTS}
 
 
 def map_tensors(

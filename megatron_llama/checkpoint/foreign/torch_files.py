@@ -32,6 +32,7 @@ from megatron_llama.checkpoint.foreign.tensors import (
     SourceChunk,
     SourceTensor,
     map_tensors,
+    moment_names,
 )
 from megatron_llama.checkpoint.foreign.torch_folders import names_in
 from megatron_llama.checkpoint.foreign.unpickle import check_stored, load_pickle
@@ -305,8 +306,8 @@ def open_torch_files(folder: Path, model: ModelConfig, kind: str) -> Foreign:
     """
     sources, result = READERS[kind](folder)
     if kind == DEEPSPEED:
-        names, moments = names_in(folder, model, sources), {name: f"{name}.{{}}".format for name in MOMENTS}
-        result.tensors = map_tensors(folder, sources, names, moments)
+        names = names_in(folder, model, sources)
+        result.tensors = map_tensors(folder, sources, names, moment_names("{kind}.{name}"))
         result.missing += [] if result.has_moments else ["Adam's moments"]
         return result
     names = torchtitan_names(model, sources) if kind == META else litgpt_names(model, sources)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,59 +14,58 @@ from megatron_llama.arch.foreign_names import Names, plain_names, torchtitan_nam
 from megatron_llama.checkpoint.foreign.dcp_files import DcpFolder, open_dcp
 from megatron_llama.checkpoint.foreign.megatron import integer, joined
 from megatron_llama.checkpoint.foreign.source_settings import read_config_json, read_group
-from megatron_llama.checkpoint.foreign.tensors import MOMENTS, Foreign, SourceChunk, SourceTensor, map_tensors
+from megatron_llama.checkpoint.foreign.tensors import (
+    MOMENTS,
+    Foreign,
+    SourceChunk,
+    SourceTensor,
+    map_tensors,
+    moment_names,
+)
 from megatron_llama.checkpoint.foreign.unpickle import check_stored, load_pickle
-from megatron_llama.checkpoint.hf_folder import NamedTensor, SafetensorsFiles, open_hf_folder
+from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, open_hf_folder
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, read_json
 from megatron_llama.config import ConfigError, ModelConfig, Problem
 from megatron_llama.config.hf_config import MODEL_TYPES
 
 _TITAN, _PLAIN = "tok_embeddings.weight", "model.embed_tokens.weight"
-_OPTIMIZER = "optimizer."
+_OPTIMIZER, STATE_NAMES = "optimizer.", "optimizer.state.{name}.{kind}"
 OPTIMIZER_FILE, SCHEDULER_FILES = "optimizer.pt", ("scheduler.pt", "scheduler.bin")
 
 
 def open_dcp_folder(folder: Path, model: ModelConfig) -> Foreign:
-    """Open a DCP folder with torchtitan's or Hugging Face's names.
+    """Open a DCP folder with torchtitan's or Hugging Face's names, or a folder of accelerate's FSDP.
 
     Raises:
         ConfigError: The folder has other tensors.
         CorruptFile: The folder is damaged or malicious.
     """
-    dcp = open_dcp(folder)
+    dcp, states = open_parts(folder)
+    is_fsdp = dcp is not states
     names = names_in(folder, model, dcp.tensors)
-    result = Foreign(formats.DCP, map_tensors(folder, dcp.tensors, names, _moments(dcp, names)))
+    moments = moment_names(STATE_NAMES, states.tensors, model_prefix(names))
+    tensors = map_tensors(folder, {**states.tensors, **dcp.tensors}, names, moments)
+    result = Foreign(formats.FSDP if is_fsdp else formats.DCP, tensors)
     read_config_json(result, folder)
     result.step = integer(dcp.value("train_state.step"), dcp.value("step"))
-    _describe_optimizer(result, dcp, names)
-    if result.step is None:
-        result.missing.append("the step (train_state.step)")
-    result.missing.append("the position in the data")
-    return result
-
-
-def open_fsdp(folder: Path, model: ModelConfig) -> Foreign:
-    """Open a folder of accelerate's FSDP, with or without the Trainer's files.
-
-    Raises:
-        ConfigError: The folder has other tensors.
-        CorruptFile: The folder is damaged or malicious.
-    """
-    dcp = open_dcp(folder / formats.FSDP_MODEL)
-    names = names_in(folder, model, dcp.tensors)
-    has_optimizer = (folder / formats.FSDP_OPTIMIZER / formats.METADATA).is_file()
-    states = open_dcp(folder / formats.FSDP_OPTIMIZER) if has_optimizer else DcpFolder(folder, {}, {})
-    tensors = map_tensors(folder, {**states.tensors, **dcp.tensors}, names, _moments(states, names))
-    result = Foreign(formats.FSDP, tensors)
-    read_config_json(result, folder)
     _describe_optimizer(result, states, names)
-    read_trainer_files(result, folder)
+    if is_fsdp:  # with or without the Trainer's files
+        read_trainer_files(result, folder)
+        result.step = result.updates if result.step is None else result.step
     if result.step is None:
-        result.step = result.updates
-    if result.step is None:
-        result.missing.append("the step")
+        result.missing.append("the step" if is_fsdp else "the step (train_state.step)")
     result.missing.append("the position in the data")
     return result
+
+
+def open_parts(folder: Path) -> tuple[DcpFolder, DcpFolder]:
+    """Return the model and the optimizer: of accelerate's FSDP, which may have no optimizer, or twice a DCP folder."""
+    if not (folder / formats.FSDP_MODEL / formats.METADATA).is_file():
+        dcp = open_dcp(folder)
+        return dcp, dcp
+    states = folder / formats.FSDP_OPTIMIZER
+    has_states = (states / formats.METADATA).is_file()
+    return open_dcp(folder / formats.FSDP_MODEL), open_dcp(states) if has_states else DcpFolder(states, {}, {})
 
 
 def open_trainer(folder: Path, model: ModelConfig) -> Foreign:
@@ -78,9 +77,14 @@ def open_trainer(folder: Path, model: ModelConfig) -> Foreign:
     """
     files = open_hf_folder(folder, model)
     names = plain_names(model)
-    sources = {name: _of_safetensors(files, name, tensor) for name, tensor in files.tensors.items()}
+    sources = {}
+    for name, tensor in files.tensors.items():
+        offset = (0,) * len(tensor.shape)
+        load = partial(files.read, name, offset, tensor.shape)
+        chunk = SourceChunk(offset, tensor.shape, folder / tensor.file, load)
+        sources[name] = SourceTensor(tensor.dtype, tensor.shape, [chunk])
     states, group, step = _read_optimizer(folder, files)
-    moments = {kind: f"{kind}.{{}}".format for kind in MOMENTS}
+    moments = moment_names("{kind}.{name}")
     result = Foreign(formats.TRAINER, map_tensors(folder, {**sources, **states}, names, moments))
     result.updates = step
     read_group(result, group)
@@ -108,25 +112,14 @@ def names_in(folder: Path, model: ModelConfig, keys: Collection[str]) -> Names:
     raise ConfigError([Problem("model", str(folder), rule, "name a checkpoint of a Llama")])
 
 
-def _model_prefix(names: Names) -> str:
+def model_prefix(names: Names) -> str:
     prefixes = ("model.module.", "module.", "model.")
     return next((p for p in prefixes if all(key.startswith(p) for key in names.shapes)), "")
 
 
-def _moments(states: DcpFolder, names: Names) -> dict[str, Callable[[str], str]]:
-    """Return the names of the moments; the optimizer's names may lack a prefix of the weights' names."""
-    prefix = _model_prefix(names)
-    return {kind: partial(_moment, states.tensors, prefix, kind) for kind in MOMENTS}
-
-
-def _moment(keys: Collection[str], prefix: str, kind: str, key: str) -> str:
-    whole = f"{_OPTIMIZER}state.{key}.{kind}"
-    return whole if whole in keys else f"{_OPTIMIZER}state.{key.removeprefix(prefix)}.{kind}"
-
-
 def _describe_optimizer(result: Foreign, states: DcpFolder, names: Names) -> None:
     """Set updates, learning rate and facts from the optimizer's values."""
-    prefix = _model_prefix(names)
+    prefix = model_prefix(names)
     key = next(iter(names.shapes))  # the embedding
     result.updates = integer(*(states.value(f"{_OPTIMIZER}state.{n}.step") for n in (key, key.removeprefix(prefix))))
     groups = states.value(f"{_OPTIMIZER}param_groups")
@@ -169,13 +162,6 @@ def read_trainer_files(result: Foreign, folder: Path) -> None:
                 read_group(result, {"lr": next(iter(rates), None)})
             return
     result.missing.append("the scheduler (scheduler.pt)")
-
-
-def _of_safetensors(files: SafetensorsFiles, name: str, tensor: NamedTensor) -> SourceTensor:
-    offset = (0,) * len(tensor.shape)
-    load = partial(files.read, name, offset, tensor.shape)
-    chunk = SourceChunk(offset, tensor.shape, files.folder / tensor.file, load)
-    return SourceTensor(tensor.dtype, tensor.shape, [chunk])
 
 
 def _read_optimizer(

@@ -20,12 +20,8 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from megatron_llama.arch.checkpoint_formats import COMMON, DCP
 from megatron_llama.arch.foreign_names import Names, TensorPart, megatron_names, torchtitan_names
-from megatron_llama.checkpoint import export
-from megatron_llama.checkpoint.adapter import finetune_of
-from megatron_llama.checkpoint.manifest import read_manifest
-from megatron_llama.checkpoint.stored_tensors import Stored
-from megatron_llama.config import ConfigError, ModelConfig, Problem
-from megatron_llama.config.settings import MODEL_TYPES
+from megatron_llama.checkpoint.stored_tensors import EXPORT_DTYPES, Stored, cast_weights
+from megatron_llama.config import ModelConfig
 
 _BACKENDS = {
     "sharded_backend": "torch_dist",
@@ -34,64 +30,31 @@ _BACKENDS = {
     "common_backend_version": 1,
 }
 """Content of megatron-core's metadata.json."""
-_EXTRA_STATES = (
-    "self_attention.core_attention",
-    "self_attention.linear_proj",
-    "self_attention.linear_qkv",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
+_ATTENTION, _MLP = ("core_attention", "linear_proj", "linear_qkv"), ("linear_fc1", "linear_fc2")
+_EXTRA_STATES = (*(f"self_attention.{name}" for name in _ATTENTION), *(f"mlp.{name}" for name in _MLP))
 """Modules with an extra state, which is empty without FP8."""
 
 
-def export_foreign(
-    checkpoint: Path,
-    out: Path,
-    kind: str,
-    dtype: str = "auto",
-    *,
-    merge: bool = False,
-    base: Path | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> export.Exported:
-    """Write the folder ``out``, which appears when it is complete.
+def write_foreign(
+    out: Path, kind: str, source: Stored, model: ModelConfig, dtype: str, progress: Callable[[int, int], None] | None
+) -> tuple[list[str], int]:
+    """Write the weights of ``model``; return the names of the files and the bytes of the weights.
 
     Args:
-        out: A folder that does not exist or is empty.
         kind: dcp: torchtitan's names; torch_dist: megatron-core's names, in ``out/release``.
-        dtype: auto: dtype of the run's ``init_from`` folder, otherwise float32.
-        merge: Merge the LoRA adapter into its base model.
-        base: Folder of the base model; default: ``init_from`` of the run.
+        dtype: A name in EXPORT_DTYPES.
         progress: Called with the bytes of weights written and their total.
-
-    Raises:
-        ConfigError: The options do not match the checkpoint, or ``out`` exists.
-        CorruptFile: The checkpoint is damaged.
     """
-    export.check_output(out)
-    manifest = read_manifest(checkpoint)
-    model, finetune = export.model_of(manifest), finetune_of(manifest)
-    export.check_options(checkpoint, model, finetune, merge, base)
-    if finetune.method == "lora" and not merge:
-        rule = "is a LoRA checkpoint, and this format has no adapters"
-        raise ConfigError([Problem("--format", kind, rule, "add --merge, or write --format hf")])
-    if kind == DCP and model.model_type != MODEL_TYPES[0]:
-        rule = f"writes torchtitan's Llama, and this model is a {model.model_type}"
-        raise ConfigError([Problem("--format", kind, rule, "write --format hf or torch_dist")])
-    source, _ = export.open_source(manifest, False, merge, base)
-    name = manifest.state.dtype if dtype == "auto" else dtype
-    name = name if name in export.DTYPES else "float32"
-    with export.writing(out) as partial:
-        names = torchtitan_names(model) if kind == DCP else megatron_names(model)
-        folder = partial if kind == DCP else partial / "release"
-        size = _write(folder, source, names, export.DTYPES[name], {} if kind == DCP else _extra_states(model), progress)
-        if kind != DCP:
-            # Megatron's pointer to a release: weights without a step.
-            torch.save({"iteration": 0, "checkpoint_version": 3.0}, folder / COMMON)
-            (folder / "metadata.json").write_text(json.dumps(_BACKENDS), encoding="utf-8")
-            (partial / "latest_checkpointed_iteration.txt").write_text("release", encoding="ascii")
-        files = sorted(path.name for path in folder.glob("*.distcp"))
-    return export.Exported(out, name, files, size, tokenizer=False)
+    names, objects, folder = torchtitan_names(model), dict[str, io.BytesIO](), out
+    if kind != DCP:
+        names, objects, folder = megatron_names(model), _extra_states(model), out / "release"
+    size = _write(folder, source, names, EXPORT_DTYPES[dtype], objects, progress)
+    if kind != DCP:
+        # Megatron's pointer to a release: weights without a step.
+        torch.save({"iteration": 0, "checkpoint_version": 3.0}, folder / COMMON)
+        (folder / "metadata.json").write_text(json.dumps(_BACKENDS), encoding="utf-8")
+        (out / "latest_checkpointed_iteration.txt").write_text("release", encoding="ascii")
+    return sorted(path.name for path in folder.glob("*.distcp")), size
 
 
 def _write(
@@ -149,7 +112,7 @@ class _Planner(dcp.DefaultSavePlanner):
             for run in runs:
                 if run.key == key:
                     part = self._source.read(name, run.offset, run.size, torch.float32)
-                    _place(values, run, export.cast_weights(name, part, self._dtype))
+                    _place(values, run, cast_weights(name, part, self._dtype))
         self._written += values.nbytes
         if self._progress is not None:
             self._progress(self._written, self._size)
