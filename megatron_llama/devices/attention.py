@@ -250,13 +250,6 @@ def _merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Te
     return sum(parts), lse  # type: ignore[return-value]
 
 
-def _window_mask(queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return [queries, keys]: 0 where query i attends to key j (i <= j <= i + keys - queries), else -inf."""
-    offset = torch.arange(keys, device=device) - torch.arange(queries, device=device).unsqueeze(-1)
-    hidden = (offset < 0) | (offset > keys - queries)
-    return torch.zeros(queries, keys, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
-
-
 class _Kernel(Enum):
     CPU_FLASH = "the CPU's FlashAttention"
     FLASH = "FlashAttention"
@@ -284,7 +277,12 @@ def _repeated(q: Tensor, *keys_or_values: Tensor) -> tuple[Tensor, ...]:
 
 
 def _mask(q: Tensor, k: Tensor, keys: Keys) -> Tensor | None:
-    return _window_mask(q.shape[2], k.shape[2], q.dtype, q.device) if keys is Keys.WINDOW else None
+    """Return a window's mask [n, m]: 0 where query i attends to key j (i <= j <= i + m - n), else -inf."""
+    if keys is not Keys.WINDOW:
+        return None
+    n, m = q.shape[2], k.shape[2]
+    offset = torch.arange(m, device=q.device) - torch.arange(n, device=q.device).unsqueeze(-1)
+    return q.new_zeros(n, m).masked_fill_((offset < 0) | (offset > m - n), -torch.inf)
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:

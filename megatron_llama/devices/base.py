@@ -91,6 +91,8 @@ class Device(ABC):
     """Whether this kind of device has float8 matmuls (``Kernels.float8_mm``)."""
     has_async_tp: bool = False
     """Whether this kind of device supports ``enable_async_tp``."""
+    graph_suffix: str | None = None
+    """Suffix of the compiler's files, one per graph. None: Inductor's counters of cache misses count graphs."""
     float8_multiple: int = 1
     """Sizes of float8 matmuls must be multiples of this."""
     decoding_keys_multiple: int = 1
@@ -270,8 +272,8 @@ class Device(ABC):
         return {}
 
     def count_compiled_graphs(self, folder: Path) -> int | None:
-        """Return the number of compiled graphs under ``folder``. None: use Inductor's counters of cache misses."""
-        return None
+        """Return the number of compiled graphs under ``folder``; None without ``graph_suffix``."""
+        return None if self.graph_suffix is None else sum(1 for _ in folder.rglob(f"*{self.graph_suffix}"))
 
 
 def async_tp_problem(reason: str) -> Problem:

@@ -65,6 +65,7 @@ class Hpu(Device):
     forkable = False  # an acquired card does not survive a fork
     compiler = "hpu_backend"
     attention = "mask"
+    graph_suffix = ".recipe"
     variable_prefixes = ("HABANA_", "PT_HPU_", "HLS_")
     interface_variable = "HCCL_SOCKET_IFNAME"
 
@@ -126,10 +127,6 @@ class Hpu(Device):
         # Path, whether to clear it at start, size limit in MB, whether it is on a shared disk (for locking).
         recipes = f"{folder / 'recipes'},false,65536,true"
         return {**super().compile_environment(folder), "PT_HPU_RECIPE_CACHE_CONFIG": recipes}
-
-    def count_compiled_graphs(self, folder: Path) -> int | None:
-        """Count the recipes: one per graph."""
-        return sum(1 for _ in folder.rglob("*.recipe"))
 
 
 DEVICE = Hpu()

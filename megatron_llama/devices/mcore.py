@@ -26,11 +26,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 PATCHED_MODULES = (
-    "megatron.core.tensor_parallel.layers",
-    "megatron.core.tensor_parallel.mappings",
-    "megatron.core.tensor_parallel.utils",
-    "megatron.core.pipeline_parallel.schedules",
-    "megatron.core.pipeline_parallel.p2p_communication",
+    *(f"megatron.core.tensor_parallel.{name}" for name in ("layers", "mappings", "utils")),
+    *(f"megatron.core.pipeline_parallel.{name}" for name in ("schedules", "p2p_communication")),
     "megatron.core.utils",  # GlobalMemoryBuffer, the gather buffer of sequence parallelism
 )
 

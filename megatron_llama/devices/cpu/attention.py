@@ -26,7 +26,7 @@ import math
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -292,20 +292,12 @@ causal_attention.register_autograd(
 )
 
 
-def _count_flops(operator: Any, matmuls: int, *, queries: int) -> None:
-    """Count matmuls over all scores, as torch does for its attention. ``queries``: index of q in the arguments."""
-
-    def flops(*shapes: tuple[int, ...], **_: Any) -> int:
-        q = shapes[queries]
-        return 2 * matmuls * math.prod(q) * q[2]
-
-    register_flop_formula(operator)(flops)
+def _flops(matmuls: int, q: tuple[int, ...]) -> int:
+    """Return the FLOPs of matmuls over all scores, as torch counts them for its attention."""
+    return 2 * matmuls * math.prod(q) * q[2]
 
 
-for _operator, _matmuls, _queries in (
-    (torch.ops.megatron_llama.cpu_attention, 2, 0),
-    (torch.ops.megatron_llama.cpu_attention_backward, 5, 1),
-    (torch.ops.megatron_llama.causal_attention, 2, 0),
-    (torch.ops.megatron_llama.causal_attention_backward, 5, 1),
-):
-    _count_flops(_operator, _matmuls, queries=_queries)
+for _name in ("cpu_attention", "causal_attention"):
+    _forward, _gradient = (getattr(torch.ops.megatron_llama, name) for name in (_name, f"{_name}_backward"))
+    register_flop_formula(_forward)(lambda q, *_, **more: _flops(2, q))
+    register_flop_formula(_gradient)(lambda grad, q, *_, **more: _flops(5, q))

@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_llama.config import PRECISIONS, ConfigError, Problem
+from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.devices.base import Device, LazyModule, Peak, device_index, numbers_in, package_missing
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class Neuron(Device):
     forkable = False  # the runtime rejects forked processes
     compiler = "neuron"
     attention = "mask"
+    graph_suffix = ".neff"
     variable_prefixes = ("NEURON_", "XLA_")
 
     def probe(self) -> str | None:
@@ -179,10 +181,6 @@ class Neuron(Device):
         rule = "this machine has no chip, so the compilation target is unknown"
         instead = f"export {variable}={' or '.join(_CHIPS)}, the chip of the run"
         raise ConfigError([Problem(variable, None, rule, instead)])
-
-    def count_compiled_graphs(self, folder: Path) -> int | None:
-        """Count the NEFF files: one per graph."""
-        return sum(1 for _ in folder.rglob("*.neff"))
 
 
 DEVICE = Neuron()
