@@ -75,7 +75,10 @@ def run_main(main: Callable[[], int], *, raises_sigterm: bool = False) -> None:
     Errors of other types are bugs of this project and keep their traceback. With ``raises_sigterm``, SIGTERM raises
     KeyboardInterrupt too, so that the program ends its processes.
     """
-    _repair_outputs()
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it was closed
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     raise_interrupts()
     if raises_sigterm:
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
@@ -108,14 +111,6 @@ def run_main(main: Callable[[], int], *, raises_sigterm: bool = False) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     settle_status(status if isinstance(status, int) else EXIT_FAILED if status else 0)
     sys.exit(status)
-
-
-def _repair_outputs() -> None:
-    """Replace closed standard outputs; escape characters that stdout's encoding lacks."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")
-    sys.stderr = sys.stderr or open(os.devnull, "w")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _report(kind: str, message: str, status: int) -> int:

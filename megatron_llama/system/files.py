@@ -193,11 +193,20 @@ def locked_folder(folder: Path, *, shared: bool = False) -> Iterator[int]:
         FolderTaken: Another process has locked it.
         OSError: The folder cannot be created.
     """
-    descriptor = _lock_folder(folder, shared)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:  # another process finished in between
+            continue
+        try:
+            if try_lock(descriptor, shared=shared) is False:
+                raise FolderTaken(errno.EBUSY, "another process is writing it", str(folder))
+            if _is_at(folder, descriptor):  # else another process renamed or removed it between open and lock
+                yield descriptor
+                return
+        finally:
+            os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -215,9 +224,16 @@ def scratch_folder(path: Path) -> Iterator[Path]:
             remove_contents(path)
             yield path
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.stat(path), os.fstat(lock)):  # not the folder of a later process
-                    shutil.rmtree(path, ignore_errors=True)
+            if _is_at(path, lock):  # not the folder of a later process
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Return whether a path names an open folder."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def remove_contents(folder: Path) -> None:
@@ -244,23 +260,6 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         check_free(path)
         os.rename(partial, path)
         sync_folder(path.parent)
-
-
-def _lock_folder(folder: Path, shared: bool) -> int:
-    """Create and lock a folder; return its descriptor, which holds the lock. Raises FolderTaken, OSError."""
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except FileNotFoundError:  # another process finished in between
-            continue
-        if try_lock(descriptor, shared=shared) is False:
-            os.close(descriptor)
-            raise FolderTaken(errno.EBUSY, "another process is writing it", str(folder))
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(folder), os.fstat(descriptor)):
-                return descriptor
-        os.close(descriptor)  # another process renamed or removed it between open and lock
 
 
 def check_free(path: Path) -> None:

@@ -21,21 +21,12 @@ from megatron_llama.system.programs import IN_CHECKOUT, ROOT
 
 VENV = ROOT / ".venv"
 OLDEST_PYTHON = (3, 11)
-REQUIRED = {
-    "torch": "torch",
-    "megatron.core": "megatron-core",
-    "hydra": "hydra-core",
-    "omegaconf": "omegaconf",
-    "yaml": "PyYAML",
-    "numpy": "numpy",
-    "safetensors": "safetensors",
-    "zstandard": "zstandard",
-    "sentencepiece": "sentencepiece",
-    "google.protobuf": "protobuf",
-    "tensorboard": "tensorboard",
-    "matplotlib": "matplotlib",
-    "rich": "rich",
-}
+_MODULES = (
+    *("torch", "megatron.core", "hydra", "omegaconf", "yaml", "numpy", "safetensors", "zstandard", "sentencepiece"),
+    *("google.protobuf", "tensorboard", "matplotlib", "rich"),
+)
+_PACKAGE = {"megatron.core": "megatron-core", "hydra": "hydra-core", "yaml": "PyYAML", "google.protobuf": "protobuf"}
+REQUIRED = {module: _PACKAGE.get(module, module) for module in _MODULES}
 """Distribution names of pyproject.toml's dependencies, by imported module."""
 
 

@@ -104,7 +104,12 @@ _outputs: dict[int, _Output] = {}
 
 def protect_output() -> None:
     """Replace ``sys.stdout`` and ``sys.stderr`` of this process and its forks by objects whose writes never fail."""
-    closed = [number for number in range(3) if not _is_open(number)]
+    closed = []
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            closed.append(number)
     for number in closed:  # else the next opened file gets this number, and the printed text
         _replace(number, os.devnull)
     for number, old in ((1, sys.stdout), (2, sys.stderr)):
@@ -134,14 +139,6 @@ def set_spill_folder(folder: Path) -> None:
 def stdout_loss() -> str | None:
     """Return why standard output is lost; None if it works or is not protected."""
     return _outputs[1].loss if _outputs else None
-
-
-def _is_open(number: int) -> bool:
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True
 
 
 def _replace(number: int, path: str) -> bool:
