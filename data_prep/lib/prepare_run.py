@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_llama.config import Config, ConfigError, DataConfig, Problem
+from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.data_settings import (
     PAIRS,
     has_columns,
@@ -28,6 +28,7 @@ from megatron_llama.config.data_settings import (
     validation_sets,
 )
 from megatron_llama.config.hf_config import short_name
+from megatron_llama.config.settings import DataConfig
 from megatron_llama.system.errors import LaunchFailed, MachineError, Stopped, UserError
 from megatron_llama.system.files import sha256_file, try_lock, user_cache, wait_for_lock
 from megatron_llama.system.wrapping import wrap

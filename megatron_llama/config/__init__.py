@@ -5,41 +5,10 @@
 Imports no torch. ``megatron_llama.plan`` derives the plan of a config on a number of devices.
 """
 
-from megatron_llama.config.hostfile import Host, parse_hostfile, parse_hosts
 from megatron_llama.config.load_config import from_yaml, load_config
-from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import ConfigError, Problem, format_problems
-from megatron_llama.config.settings import (
-    Config,
-    DataConfig,
-    DeviceConfig,
-    FinetuneConfig,
-    ModelConfig,
-    RandomLTD,
-    RopeScaling,
-    SparseAttention,
-    TrainerConfig,
-)
+from megatron_llama.config.settings import Config, FinetuneConfig, ModelConfig, RopeScaling
 from megatron_llama.config.stored import to_yaml
 
-__all__ = [
-    "PRECISIONS",
-    "Config",
-    "ConfigError",
-    "DataConfig",
-    "DeviceConfig",
-    "FinetuneConfig",
-    "Host",
-    "ModelConfig",
-    "Problem",
-    "RandomLTD",
-    "RopeScaling",
-    "SparseAttention",
-    "TrainerConfig",
-    "load_config",
-    "format_problems",
-    "from_yaml",
-    "parse_hostfile",
-    "parse_hosts",
-    "to_yaml",
-]
+__all__ = ["Config", "ConfigError", "FinetuneConfig", "ModelConfig", "Problem", "RopeScaling"]
+__all__ += ["format_problems", "from_yaml", "load_config", "to_yaml"]

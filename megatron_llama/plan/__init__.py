@@ -6,21 +6,9 @@
 Needs neither torch nor devices: a login node can plan 512 ranks.
 """
 
-from megatron_llama.arch.shapes import parameters
-from megatron_llama.plan.format_plan import PLAN_FILE, batch_line, format_plan, layout_lines, write_config_and_plan
+from megatron_llama.plan.format_plan import batch_line, format_plan, layout_lines
 from megatron_llama.plan.memory import Machine, stage_memory
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.resolve import resolve
 
-__all__ = [
-    "batch_line",
-    "PLAN_FILE",
-    "Machine",
-    "Plan",
-    "format_plan",
-    "layout_lines",
-    "parameters",
-    "resolve",
-    "stage_memory",
-    "write_config_and_plan",
-]
+__all__ = ["Machine", "Plan", "batch_line", "format_plan", "layout_lines", "resolve", "stage_memory"]

@@ -21,7 +21,8 @@ from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES, may_compile, report_graphs
 from megatron_llama.parallel.groups import sync_errors
-from megatron_llama.plan import Plan, write_config_and_plan
+from megatron_llama.plan import Plan
+from megatron_llama.plan.format_plan import write_config_and_plan
 from megatron_llama.system import phase
 from megatron_llama.topology import Topology
 from megatron_llama.train.metrics import MetricsLogger, validation_metrics

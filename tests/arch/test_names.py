@@ -18,11 +18,12 @@ from megatron_llama.arch.shapes import (
     matrices,
     matrices_per_layer,
     padded_vocab_size,
+    parameters,
     parameters_per_layer,
 )
 from megatron_llama.config import ModelConfig, load_config
 from megatron_llama.config.conf_folders import options_of
-from megatron_llama.plan import parameters, resolve
+from megatron_llama.plan import resolve
 from tests.paths import CONF
 from tests.plan.published import OURS, PUBLISHED
 

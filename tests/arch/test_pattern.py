@@ -11,11 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_llama.arch.flops import flops_per_token, matmul_parameters, mfu
 from megatron_llama.arch.pattern import KeyRange, Keys, Pattern, pattern_of
+from megatron_llama.arch.shapes import parameters
 from megatron_llama.cli import CONF_DIR
-from megatron_llama.config import ModelConfig, SparseAttention, load_config
+from megatron_llama.config import ModelConfig, load_config
 from megatron_llama.config.hf_config import compare_shapes, shape_from_hf, unsupported_architecture
+from megatron_llama.config.settings import SparseAttention
 from megatron_llama.data.batches import Batches
-from megatron_llama.plan import parameters, resolve
+from megatron_llama.plan import resolve
 from megatron_llama.plan.job import job_of_plan
 from tests.oracle import RaggedSamples, make_plan
 from tests.paths import CONF

@@ -77,24 +77,13 @@ def test_what_has_no_export_is_refused(trained: tuple[Path, Run], tmp_path: Path
         megatron_names(model)
 
 
-@pytest.mark.parametrize(
-    ("kind", "section", "changed", "words"),
-    [
+def test_models_that_a_format_lacks_are_refused(trained: tuple[Path, Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = read_manifest(trained[0])
+    monkeypatch.setattr("megatron_llama.checkpoint.export.read_manifest", lambda folder: manifest)
+    for kind, section, changed, words in (
         ("dcp", "model", {"model_type": "olmo2"}, "writes torchtitan's Llama, and this model is a olmo2"),
         ("torch_dist", "finetune", {"method": "lora"}, "this format has no adapters"),
-    ],
-)
-def test_models_that_a_format_lacks_are_refused(
-    trained: tuple[Path, Run],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    section: str,
-    changed: dict[str, str],
-    words: str,
-) -> None:
-    manifest = read_manifest(trained[0])
-    manifest.state.settings[section] |= changed
-    monkeypatch.setattr("megatron_llama.checkpoint.export.read_manifest", lambda folder: manifest)
-    with raises_with_message(ConfigError, words):
-        export(trained[0], tmp_path / "out", kind=kind)
+    ):
+        manifest.state.settings[section] |= changed
+        with raises_with_message(ConfigError, words):
+            export(trained[0], trained[0] / "out", kind=kind)

@@ -7,7 +7,8 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from megatron_llama.config import Config, ConfigError, Problem, RandomLTD, RopeScaling, SparseAttention
+from megatron_llama.config import Config, ConfigError, Problem, RopeScaling
+from megatron_llama.config.settings import RandomLTD, SparseAttention
 from megatron_llama.plan import Machine, resolve
 
 SECTIONS = {"rope_scaling": RopeScaling, "sparse_attention": SparseAttention, "random_ltd": RandomLTD}

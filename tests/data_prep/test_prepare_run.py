@@ -16,9 +16,10 @@ import pytest
 import data_prep.sft
 from data_prep.lib import prepare_run, sets
 from megatron_llama import cli
-from megatron_llama.config import Config, ConfigError, DataConfig
+from megatron_llama.config import Config, ConfigError
 from megatron_llama.config import settings as choices
 from megatron_llama.config.data_settings import raw_data_files, resolve_raw_data
+from megatron_llama.config.settings import DataConfig
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.plan import resolve
 from megatron_llama.system.wrapping import WIDTH

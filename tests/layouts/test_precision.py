@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from megatron_llama.arch.shapes import StageParameters
-from megatron_llama.config import PRECISIONS
+from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan

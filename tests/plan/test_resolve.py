@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.cli import main
-from megatron_llama.config import PRECISIONS, Config, ConfigError, load_config
+from megatron_llama.config import Config, ConfigError, load_config
+from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.plan import Plan, format_plan, resolve
 from megatron_llama.plan.derive import COSINE
 from megatron_llama.plan.format_plan import _short_names

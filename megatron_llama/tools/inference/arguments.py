@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
-from megatron_llama.config import Config, ConfigError, DataConfig, DeviceConfig, ModelConfig, Problem, TrainerConfig
+from megatron_llama.config import Config, ConfigError, ModelConfig, Problem
+from megatron_llama.config.settings import DataConfig, DeviceConfig, TrainerConfig
 from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import MachineError
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER

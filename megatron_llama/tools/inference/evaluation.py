@@ -19,9 +19,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data_prep.lib.input_files import find_sources
 from data_prep.lib.sources import read_lines, with_array
-from megatron_llama.config import Config, ConfigError, DataConfig, ModelConfig, Problem
+from megatron_llama.config import Config, ConfigError, ModelConfig, Problem
 from megatron_llama.config.data_settings import MASK_SUFFIX, strip_compression
 from megatron_llama.config.rope import longest_sequence
+from megatron_llama.config.settings import DataConfig
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.data.checks import check_data, has_labels, mask_problem
 from megatron_llama.system.errors import UserError

@@ -16,7 +16,7 @@ from megatron_llama.config.settings import DataConfig, DeviceConfig, TrainerConf
 from megatron_llama.config.stored import NAME, read_values, stored_steps
 from megatron_llama.launch.starts import STARTS_FILE, Start, read_starts
 from megatron_llama.launch.world import World
-from megatron_llama.plan import PLAN_FILE
+from megatron_llama.plan.format_plan import PLAN_FILE
 from megatron_llama.system.files import read_json, read_whole
 from megatron_llama.system.tables import plural
 from megatron_llama.tools.report.curves import Metrics, read_run_metrics
