@@ -67,7 +67,9 @@ def test_megatron_core_loads_an_export(trained: tuple[Path, Run], tmp_path: Path
     torch.testing.assert_close(torch.cat(parts, dim=-1), expected, rtol=0, atol=1e-5)
 
 
-def test_what_has_no_export_is_refused(trained: tuple[Path, Run], tmp_path: Path) -> None:
+def test_what_has_no_export_is_refused(
+    trained: tuple[Path, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "file").touch()
     with raises_with_message(ConfigError, "exists and is not empty"):
@@ -75,9 +77,6 @@ def test_what_has_no_export_is_refused(trained: tuple[Path, Run], tmp_path: Path
     model = make_plan(1, tmp_path, "model.model_type=olmo2").model
     with raises_with_message(ConfigError, "has no name in this format"):
         megatron_names(model)
-
-
-def test_models_that_a_format_lacks_are_refused(trained: tuple[Path, Run], monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = read_manifest(trained[0])
     monkeypatch.setattr("megatron_llama.checkpoint.export.read_manifest", lambda folder: manifest)
     for kind, section, changed, words in (
@@ -86,4 +85,4 @@ def test_models_that_a_format_lacks_are_refused(trained: tuple[Path, Run], monke
     ):
         manifest.state.settings[section] |= changed
         with raises_with_message(ConfigError, words):
-            export(trained[0], trained[0] / "out", kind=kind)
+            export(trained[0], tmp_path / "new", kind=kind)
