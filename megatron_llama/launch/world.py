@@ -10,13 +10,7 @@ from pathlib import Path
 from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.hostfile import Host, parse_hostfile, parse_hosts
 from megatron_llama.config.settings import DEVICES
-from megatron_llama.devices import (
-    Device,
-    async_tp_problem,
-    find_device,
-    get_device,
-    ignored_devices,
-)
+from megatron_llama.devices import Device, async_tp_problem, find_device, get_device, ignored_devices
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.plan import Machine, Plan, resolve
 from megatron_llama.system.files import read_whole

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.folder import find_checkpoint, saved_steps
+from megatron_llama.checkpoint.foreign.describe import describe
 from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, list_tensors, open_hf_folder
 from megatron_llama.checkpoint.manifest import NAME, State, _checksum, merge, read_manifest
 from megatron_llama.checkpoint.storage import STATES, save_part
@@ -105,6 +106,8 @@ def test_damage_that_only_another_layout_reads(copy: Path) -> None:
 def test_without_an_intact_one_a_run_does_not_start(copy: Path) -> None:
     for step in (1, 2):
         _truncate(copy / "checkpoints" / f"step_{step:08d}")
+    with raises_with_message(CorruptFile, "bytes"):
+        describe(copy)
     with raises_with_message(RankFailed, "ConfigError.*all checkpoints are damaged.*checkpoint.resume=never"):
         run(2, copy, *LAYOUT)
     assert saved_steps(copy / "checkpoints") == [2, 1]

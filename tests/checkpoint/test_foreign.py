@@ -18,13 +18,7 @@ from megatron_llama.plan import resolve
 from megatron_llama.tools.compare.logs import first_common_loss
 from scripts import inspect_checkpoint
 from tests.checkpoint.runner import SMALL, Bomb, make_plan, rejection, run
-from tests.checkpoint.source_settings import (
-    BATCH,
-    LAYOUTS,
-    LENGTH,
-    VOCAB,
-    check_weights_in_each_layout,
-)
+from tests.checkpoint.source_settings import BATCH, LAYOUTS, LENGTH, VOCAB, check_weights_in_each_layout
 from tests.checkpoint.torch_sources import SETTINGS, Trained, train_source
 from tests.messages import unwrap
 from tests.paths import CONF

@@ -16,16 +16,7 @@ from megatron_llama.config.rope import rope_to_hf
 from megatron_llama.parallel import Shard
 from megatron_llama.plan import Plan
 from tests.compiled import SECONDS, prepare_rank
-from tests.oracle import (
-    RaggedSamples,
-    Tamper,
-    Tensors,
-    assemble,
-    rank_batches,
-    rank_groups,
-    rank_model,
-    rectangles,
-)
+from tests.oracle import RaggedSamples, Tamper, Tensors, assemble, rank_batches, rank_groups, rank_model, rectangles
 from tests.parallel.symmetric_memory import fused_products
 from tests.ranks import run_ranks
 
