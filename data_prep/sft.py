@@ -58,6 +58,9 @@ def parser() -> argparse.ArgumentParser:
     example.add_argument(
         "--chat-template-kwargs", type=json_object, default={}, metavar="JSON", help="variables of a Jinja template"
     )
+    example.add_argument(
+        "--response-marker", metavar="TEXT", help="--format text: loss only after this text's last occurrence"
+    )
     example.add_argument("--seq-length", type=int, required=True, help="tokens per training sequence")
     example.add_argument(
         "--too-long",

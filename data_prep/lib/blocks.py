@@ -472,10 +472,10 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[int]]]):
     def _encode(self, turns: Turns, context: TemplateContext, notes: list[str]) -> tuple[list[int], list[bool]]:
         """Return (ids, mask) of a conversation, and add to ``notes``. Raises RecordError."""
         chat = self.chat
-        if chat.own_template:
+        if chat.own_template and chat.format != records.TEXT:
             check_control_tokens(turns, context, chat.tokenizer.control_tokens)
         ids, learn = encode_spans(chat.render(turns, context, notes), chat.tokenizer, parse_special=chat.own_template)
-        if chat.add_bos and chat.tokenizer.bos is not None:
+        if chat.add_bos and chat.tokenizer.bos is not None and ids[:1] != [chat.tokenizer.bos]:
             return [chat.tokenizer.bos, *ids], [False, *learn]
         return ids, learn
 

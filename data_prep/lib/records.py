@@ -48,7 +48,9 @@ _LISTS = ("messages", "conversations", "conversation")
 REPEATED_KEY = "key given twice: last value used"
 """Note on a record, counted in the manifest."""
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {}, "[]", "{}", "null")
-FORMATS = ("auto", "messages", "sharegpt", "prompt_completion", "preference", PAIRS, "alpaca", "gsm8k", "tsv")
+TEXT = "text"
+"""Format of rendered chats."""
+FORMATS = ("auto", "messages", "sharegpt", "prompt_completion", "preference", PAIRS, "alpaca", "gsm8k", TEXT, "tsv")
 
 # The two prompts of Stanford Alpaca, verbatim.
 ALPACA = (
@@ -152,7 +154,8 @@ def _detected(record: Mapping[str, Any]) -> str:
     ):
         matches += [(kind, question, name) for name in answers if question in keys and name in keys][:1]
     if not matches:
-        raise RecordError("unknown_format", f"the keys are {', '.join(sorted(record)[:8])[:200] or 'none'}")
+        instead = "; --format text reads rendered chats" if "text" in keys else ""
+        raise RecordError("unknown_format", f"the keys are {', '.join(sorted(record)[:8])[:200] or 'none'}{instead}")
     if len({answer for *_, answer in matches}) > 1:
         both = " and ".join(name if kind == "messages" else f"{first}/{name}" for kind, first, name in matches[:2])
         choices = sorted({kind for kind, *_ in matches})
@@ -340,6 +343,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Turns]] = {
     "gsm8k": lambda record: [
         Turn(role, _text(_key(record, key), key)) for role, key in (("user", "question"), ("assistant", "answer"))
     ],
+    TEXT: lambda record: [Turn("assistant", _text(_key(record, "text"), "text"))],
 }
 
 

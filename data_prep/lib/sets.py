@@ -16,12 +16,13 @@ from data_prep.lib.dataset import make_dataset
 from data_prep.lib.encoders import Encoder, load_encoder
 from data_prep.lib.input_files import TEXT_SUFFIXES, InputFiles, detect_keys, find_sources, sample_texts
 from data_prep.lib.job import ChatFormat, PrepareJob, RunOptions, reject
+from data_prep.lib.records import TEXT
 from data_prep.lib.sources import Source, header_of, with_array
 from megatron_llama.config.data_settings import MASK_SUFFIX, is_table, is_template_file
 from megatron_llama.config.hf_config import resolve_hub_name
 from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.system.errors import UserError
-from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, TrainedTemplate
+from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, NamedTemplate, RenderedText, TrainedTemplate
 from megatron_llama.text.conversation import LABELLED
 from megatron_llama.text.tokenizer import open_tokenizer
 
@@ -45,6 +46,8 @@ class ExampleOptions:
     """One of CHAT_TEMPLATES, or a Jinja file."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of a Jinja template."""
+    response_marker: str | None = None
+    """``format=text``: text after which the last answer, with loss, begins. None: all tokens have loss."""
     too_long: str = "bad"
     """``bad``: examples with too many tokens are bad records. ``truncate``: they are truncated."""
     train_on_inputs: bool = False
@@ -63,6 +66,10 @@ class ExampleOptions:
             yield f"--chat-template {self.chat_template}: write {', '.join(CHAT_TEMPLATES)} or FILE.jinja"
         if reserved := {"messages", "tools", "add_generation_prompt"} & {*self.chat_template_kwargs}:
             yield f"--chat-template-kwargs: {', '.join(sorted(reserved))} cannot be set"
+        if self.format == TEXT and (self.chat_template != "own" or self.chat_template_kwargs):
+            yield "--format text has rendered chats: omit --chat-template and --chat-template-kwargs"
+        if self.response_marker is not None and (self.format != TEXT or not self.response_marker):
+            yield f"--response-marker {self.response_marker!r}: write a text that begins an answer, with --format text"
         if self.chat_template_kwargs and self.chat_template in NAMED_TEMPLATES:
             yield f"--chat-template-kwargs: the template {self.chat_template} has no variables"
 
@@ -102,10 +109,16 @@ def build_chat_format(examples: ExampleOptions, sources: Sequence[Source]) -> Ch
     Raises:
         UserError: Tokenizer and template are incompatible, or a table's template is missing.
     """
+    is_text = examples.format == TEXT
     model, is_jinja = resolve_hub_name(examples.tokenizer_model), examples.chat_template not in NAMED_TEMPLATES
     tokenizer = open_tokenizer(Path(model))
     trained = TrainedTemplate(examples.chat_template, variables=json.dumps({**examples.chat_template_kwargs}))
-    template = trained.load(tokenizer.path, tokenizer.added_tokens)
+    template: RenderedText | NamedTemplate | Jinja
+    if is_text:
+        end = "" if tokenizer.end is None else tokenizer.token_name(tokenizer.end)
+        template = RenderedText(examples.response_marker, end)
+    else:
+        template = trained.load(tokenizer.path, tokenizer.added_tokens)
     source = template.source if isinstance(template, Jinja) else repr(template)
     if not is_jinja:
         # The model must be trained on a token that ends an answer.
@@ -119,15 +132,17 @@ def build_chat_format(examples: ExampleOptions, sources: Sequence[Source]) -> Ch
             raise UserError(
                 f"--chat-template {examples.chat_template} needs an end-of-text token, which {model} does not have"
             )
-    if examples.add_bos and is_jinja:
+    if examples.add_bos and is_jinja and not is_text:
         raise UserError(
             "--add-bos: the tokenizer's chat template already writes the begin-of-text token. Remove --add-bos"
         )
     if examples.add_bos and tokenizer.bos is None:
         raise UserError(f"--add-bos: {model} has no begin-of-text token. Remove --add-bos")
-    add_bos = bool(tokenizer.adds_bos and not is_jinja if examples.add_bos is None else examples.add_bos)
-    # Manifests of older versions have no variables of templates.
-    decisive = {key: value for key, value in asdict(examples).items() if key != "tokenizer_model" and value != {}}
+    add_bos = bool(tokenizer.adds_bos and (is_text or not is_jinja) if examples.add_bos is None else examples.add_bos)
+    # Manifests of older versions have neither variables of templates nor markers.
+    later: dict[str, Any] = {"chat_template_kwargs": {}, "response_marker": None}
+    decisive = {key: value for key, value in asdict(examples).items() if later.get(key, ...) != value}
+    del decisive["tokenizer_model"]
     if is_template_file(examples.chat_template):  # the file may move, but the trained model is asked with it
         decisive["chat_template_source"] = source
     return ChatFormat(

@@ -115,6 +115,31 @@ NAMED_TEMPLATES = {
 }
 
 
+@dataclass(frozen=True)
+class RenderedText:
+    """Template of texts that are rendered chats already: one turn, which ends with the end-of-text token."""
+
+    marker: str | None
+    """Text before the last answer, which has the loss. None: all tokens have loss."""
+    end: str
+    """Name of the tokenizer's end-of-text token; "": it has none."""
+
+    def render_spans(
+        self, turns: Sequence[Turn], context: TemplateContext = NO_CONTEXT, notes: list[str] | None = None
+    ) -> list[TextSpan]:
+        """Return prompt and answer. Raises RecordError if the marker or the answer is missing."""
+        (turn,), start = turns, 0
+        if self.marker is not None:
+            start = turn.text.rfind(self.marker) + len(self.marker)
+            if start < len(self.marker):
+                raise RecordError("no_marker", f"the text does not contain {self.marker!r}")
+            if not turn.text[start:].strip():
+                raise RecordError("empty_content", "nothing follows the marker")
+        missing = self.end if not turn.text.endswith(self.end) else ""
+        spans = (turn.text[:start], False), (turn.text[start:] + missing, True)
+        return [TextSpan(text, learn) for text, learn in spans if text]
+
+
 def _marked(text: str, learn: bool) -> list[TextSpan]:
     """Split a template's string at the names of control tokens."""
     parts = re.split(r"(<\|.*?\|>)", text)  # every second one is a name

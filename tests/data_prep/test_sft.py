@@ -148,6 +148,38 @@ def test_train_on_inputs_and_bos(folder: Path, tmp_path: Path, tokenizer: Path) 
     assert chat.tokenizer.control("<|im_end|>") is not None
 
 
+@pytest.mark.parametrize("marker", [None, "assistant\n"])
+def test_rendered_texts(folder: Path, tokenizer: Path, tmp_path: Path, marker: str | None) -> None:
+    """A text is encoded as it is, with one end-of-text token, and its last answer has loss."""
+    turn = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>"
+    texts = [turn.format("No.") + "\n" + turn.format("Yes."), turn.format("Yes.").removesuffix("<|im_end|>")]
+    bad = ["<|im_start|>user\nWhy?", turn.format("")[: -len("<|im_end|>")]]
+    rows = [{"text": text} for text in [*texts, *bad]]
+    source, flags = tmp_path / "texts.jsonl", ["--format", "text", "--on-bad-line", "skip"]
+    source.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": " "}, {"texts": "a"}]))
+    flags += [] if marker is None else ["--response-marker", marker]
+    output_of(prepare(folder, source, tmp_path / "out", *flags))
+    ids, masks, manifest = read(tmp_path / "out")
+    skipped = {"empty_content": 1, "unknown_format": 1} | ({"empty_content": 2, "no_marker": 1} if marker else {})
+    assert manifest["skipped"] == skipped
+    encoder = HuggingFaceTokenizer(folder)
+    whole = [encoder.spans(text.removesuffix("<|im_end|>") + "<|im_end|>", parse_special=True).ids for text in texts]
+    assert [row.tolist() for row in ids[:2]] == whole
+    for row, mask in zip(ids, masks, strict=True):
+        learned = encoder.decode(row[mask == 1], skip_special=False)
+        assert learned == ("Yes.<|im_end|>" if marker else encoder.decode(row, skip_special=False))
+    (before, *_), _, _ = read(tmp_path / "out")
+    output_of(prepare(tokenizer, source, tmp_path / "bos", *flags, "--add-bos"))
+    (first, *_), _, _ = read(tmp_path / "bos")
+    assert first[0] == 1 and first[-1] == 2 and len(before) < len(first)
+    for more, rule in (
+        (["--format", "text", "--chat-template", "plain"], "has rendered chats: omit --chat-template"),
+        (["--response-marker", "x"], "--response-marker 'x': write a text that begins an answer, with --format text"),
+        ([], "--format text reads rendered chats"),
+    ):
+        assert_refused(prepare(folder, source, tmp_path / "no", *more), rule)
+
+
 def test_tables_are_split_by_seed(folder: Path, tmp_path: Path) -> None:
     source = tmp_path / "qnli.tsv"
     rows = [f'{n}\tWho {n}?\tHe "{n}" did.\t{"entailment" if n % 2 else "not_entailment"}' for n in range(50)]
