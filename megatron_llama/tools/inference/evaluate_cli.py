@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_llama.config.data_settings import is_template_file
 from megatron_llama.config.rope import longest_sequence
 from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.tools.inference.arguments import (
@@ -200,7 +201,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--include-path", type=Path, metavar="DIR", help="folder with more task files for --lm-eval")
     made.add_argument("--template", metavar="NAME", help="prompt template: qnli, sst2, gsm8k, or a JSON file")
     made.add_argument("--chat", action="store_true", help="use the run's or the tokenizer's chat template")
-    made.add_argument("--chat-template", choices=(*CHAT_TEMPLATES, "none"), help="chat template; none: plain prompts")
+    names = f"{', '.join(CHAT_TEMPLATES)}, FILE.jinja, or none for plain prompts"
+    made.add_argument("--chat-template", type=template_name, metavar="NAME", help=names)
     made.add_argument("--limit", type=int, metavar="N", help="use the first N records, or documents per task")
     made.add_argument("--batch-size", type=int, default=16, metavar="N", help="records per batch (default: 16)")
     made.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="answer length limit (default: 256)")
@@ -265,6 +267,13 @@ def _task(
             problems.add(flag, value, "does not apply to a fine-tuning set", f"remove {flag}")
     dataset, most = arguments.dataset, arguments.max_tokens
     return DatasetTask(frozenset(), arguments.output, dataset, length, most, opened.tokenizer)
+
+
+def template_name(text: str) -> str:
+    """Check the name of a chat template on the command line."""
+    if text not in (*CHAT_TEMPLATES, "none") and not is_template_file(text):
+        raise argparse.ArgumentTypeError(f"{text}: write {', '.join(CHAT_TEMPLATES)}, none or FILE.jinja")
+    return text
 
 
 def _harness_task(

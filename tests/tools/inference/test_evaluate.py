@@ -6,6 +6,7 @@ import gzip
 import json
 import shutil
 import sys
+from argparse import ArgumentTypeError
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from megatron_llama.text.chat_template import TrainedTemplate
 from megatron_llama.text.conversation import Template
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer
 from megatron_llama.tools.inference.chat import PromptBuilder
+from megatron_llama.tools.inference.evaluate_cli import template_name
 from megatron_llama.tools.inference.evaluation import (
     TEMPLATES,
     EncodedRecord,
@@ -38,7 +40,7 @@ from tests.data.files import write_indexed
 from tests.data_prep.helpers import run_script
 from tests.ranks import run_ranks
 from tests.tools.inference.commands import CPU, check_refusals, command, evaluate
-from tests.tools.inference.models import make_folder, with_generator
+from tests.tools.inference.models import CHAT_TEMPLATE, make_folder, with_generator
 
 HEAD = "index\tquestion\tsentence\tlabel\n"
 
@@ -297,13 +299,15 @@ def test_templates() -> None:
     assert all(template.fields for template in TEMPLATES.values())
     with pytest.raises(ConfigError, match=r"qnli,\s+sst2,\s+gsm8k,\s+or"):
         find_template("qnl")
+    with pytest.raises(ArgumentTypeError, match="plain, none or FILE.jinja"):
+        template_name("llama")
 
 
 ROWS = {"question": " Who sat on the mat?", "sentence": "The cat sat on the mat.", "label": "entailment"}
 WORDED = {"question": " 2 + 2 = ?\n", "answer": "2 + 2 = 4\n#### 4"}
 
 
-@pytest.mark.parametrize("template", ["own", "plain", "dialogue"])
+@pytest.mark.parametrize("template", ["own", "plain", "dialogue", "mine.jinja"])
 @pytest.mark.parametrize("name", ["qnli", "gsm8k"])
 def test_prompts_are_those_of_training(folder: Path, tmp_path: Path, name: str, template: str) -> None:
     """Check that the ids before the answer of a training example are the ids of the prompt in evaluation."""
@@ -311,6 +315,9 @@ def test_prompts_are_those_of_training(folder: Path, tmp_path: Path, name: str, 
     source = tmp_path / ("set.tsv" if name == "qnli" else "set.jsonl")
     line = "\t".join(record.values()) if name == "qnli" else json.dumps(record)
     source.write_text((HEAD.removeprefix("index\t") if name == "qnli" else "") + line + "\n")
+    if template.endswith(".jinja"):
+        template = str(tmp_path / template)
+        Path(template).write_text(CHAT_TEMPLATE)
     options = ["--seq-length", 256, "--chat-template", template]
     options += ["--template", "qnli"] if name == "qnli" else []
     prefix = ["--output-prefix", tmp_path / "set"]
