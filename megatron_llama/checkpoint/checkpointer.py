@@ -133,7 +133,7 @@ class Checkpointer:
             consumed_tokens: Tokens of the run so far, if counted.
 
         Raises:
-            SaveFailed: On all ranks, if a checkpoint could not be written.
+            SaveFailed: On all ranks, if checkpoint.max_failed_saves in a row, or the last one, could not be written.
             TrainingFault: On all ranks, if copies of a weight or state differ. The step is not saved.
         """
         if (often := self.plan.config.trainer.check_copies_every) and step % often == 0:
@@ -148,7 +148,7 @@ class Checkpointer:
             phase.enter(f"saving step {step}", phase.PATIENT)
             self._save(step, replaceable=self.plan.replaces_checkpoints and step < self.plan.config.trainer.steps)
         if stop:
-            self.saver.wait()
+            self.saver.finish()
         return stop
 
     def compare_copies(self, step: int, *, saves: bool = False) -> None:
@@ -174,6 +174,7 @@ class Checkpointer:
         phase.enter(f"saving step {step}, the last", phase.PATIENT)
         if self.plan.config.checkpoint.save_last:
             self._save(step)
+            self.saver.finish()
         self.saver.wait()
 
     def export(self) -> None:
@@ -321,7 +322,7 @@ class Checkpointer:
 
     def _save(self, step: int, replaceable: bool = False) -> None:
         self._saved_at = monotonic()
-        if step == self._saved:
+        if step == self._saved and self.saver.lost is None:
             return
         self.compare_copies(step, saves=True)  # a checkpoint has one copy: it would hide the difference
         tensors = contents.weights(self.model.trained, owned=True)

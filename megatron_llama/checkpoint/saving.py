@@ -31,6 +31,8 @@ _REMEDIES = {
     errno.EDQUOT: _FREE_SPACE,
     errno.EFBIG: f".\nRun `ulimit -f unlimited`, {_RESUME}",
 }
+_FIRST_DELAY = 1.0
+"""Seconds before a failed save is tried again; twice as many before each further try."""
 STALLED_SECONDS = 20.0
 """After a failure: time without a written byte after which the checkpoint in progress is given up."""
 
@@ -42,8 +44,9 @@ class SaveFailed(MachineError):
 class Saver:
     """Writes this rank's file of checkpoints in a thread.
 
-    All ranks write their files; after the last one, rank 0 publishes the checkpoint. Ranks exchange their progress in
-    ``advance``, which all ranks call from the main thread.
+    All ranks write their files; after the last one, rank 0 publishes the checkpoint. If a rank fails, all write their
+    files again, until the checkpoint is given up after ``checkpoint.save_timeout_seconds``. Ranks exchange their
+    progress in ``advance``, which all ranks call from the main thread.
     """
 
     def __init__(self, checkpoints: Path, rank: int, device: torch.device, settings: CheckpointConfig) -> None:
@@ -55,14 +58,25 @@ class Saver:
         self._publishing = False
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._tries = 0
+        self._failed: list[SaveFailed] = []
+        """Failures of the checkpoints that were given up since the last one that was published."""
+        self._given_up = 0
+        """Number of checkpoints of this start that were given up."""
+        self.lost: State | None = None
+        """The newest checkpoint, if it was given up."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``failed_saves``, the checkpoints that were given up, if any."""
+        return {"failed_saves": self._given_up} if self._given_up else {}
 
     def start(self, tensors: dict[str, Rectangles], state: State) -> None:
         """Copy ``tensors`` to host memory and start to write them. A collective."""
         self.wait()
         begin = time.perf_counter()
         self._copy(tensors)
-        self._state, self._publishing = state, False
-        self._run(lambda: save_part(self._staging, partial_folder(self.checkpoints, state.step), self.rank))
+        self._state, self.lost = state, None
+        self._begin(state)
         if not self.settings.asynchronous:
             self.wait()
         self.blocked_seconds = time.perf_counter() - begin
@@ -70,17 +84,15 @@ class Saver:
     def advance(self, stop: bool = False, due: bool = False) -> tuple[bool, bool]:
         """Start the next stage if all ranks have finished theirs. A collective.
 
-        Returns whether ``stop`` is true on any rank, and ``due``. Raises SaveFailed on all ranks if one could not
-        write.
+        Returns whether ``stop`` is true on any rank, and ``due``. Raises SaveFailed on all ranks after
+        ``checkpoint.max_failed_saves`` checkpoints that could not be written.
         """
         busy = self._thread is not None and self._thread.is_alive()
         flags = torch.tensor([stop, due, busy, self._error is not None], dtype=torch.int32, device=self.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         any_stop, any_due, any_busy, any_error = flags.tolist()
         if self._state is not None and not any_busy:
-            if any_error:
-                self._fail(self._state)
-            self._next(self._state)
+            (self._fail if any_error else self._next)(self._state)
         return bool(any_stop), bool(any_due)
 
     def wait(self) -> None:
@@ -91,6 +103,15 @@ class Saver:
                 self._thread.join(_POLL_SECONDS)
             elif self._state is not None:
                 time.sleep(_POLL_SECONDS)
+
+    def finish(self) -> None:
+        """Block until all files are written. A collective.
+
+        Raises SaveFailed on all ranks if the newest checkpoint was given up.
+        """
+        self.wait()
+        if self.lost is not None:
+            self._stop(self.lost, self._failed[-1])
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
@@ -131,25 +152,62 @@ class Saver:
         """Enter the stage after writing (publishing) or after publishing (none)."""
         self._thread = None
         if self._publishing:
-            self._state = None
+            self._state, self._failed, self._tries = None, [], 0
             return
         self._publishing = True
         if self.rank == 0:
             self._run(lambda: publish(self.checkpoints, state, self.settings))
 
     def _fail(self, state: State) -> None:
-        """Delete the partial files; raise SaveFailed on all ranks, with the cause and its rank."""
+        """Delete the partial files; begin again or give up. Raises SaveFailed on all ranks after too many failures."""
         error = None
         if self._error is not None:
-            folder, cause = self.checkpoints / folder_name(state.step), _describe(self._error)
+            folder, fault = self.checkpoints / folder_name(state.step), _describe(self._error)
             remedy = _REMEDIES.get(getattr(self._error, "errno", None) or 0, "")
-            message = f"cannot write {folder} (rank {self.rank}: {cause}); earlier checkpoints are unchanged{remedy}"
+            message = f"cannot write {folder} (rank {self.rank}: {fault}); earlier checkpoints are unchanged{remedy}"
             error = SaveFailed(message)
             error.__cause__ = self._error
         if self.rank == 0:
             delete(partial_folder(self.checkpoints, state.step))
-        self._state = self._thread = None
-        raise_on_all_ranks(error)
+        try:
+            raise_on_all_ranks(error)
+        except SaveFailed as failed:
+            cause, seconds = str(failed).partition(";")[0], _FIRST_DELAY * 2**self._tries
+            if 2 * seconds - _FIRST_DELAY <= self.settings.save_timeout_seconds:
+                self._tries += 1
+                self._report(f"{cause}; trying again in {seconds:g} s")
+                self._begin(state, seconds)
+                return
+            self._state, self._thread, self._tries, self.lost = None, None, 0, state
+            self._failed.append(failed)
+            self._given_up += 1
+            if len(self._failed) >= self.settings.max_failed_saves:
+                self._stop(state, failed)
+            self._report(f"{cause}; step {state.step} is not saved")
+
+    def _stop(self, state: State, failed: SaveFailed) -> None:
+        """Save in ``checkpoint.fallback_dir`` if it is set, and raise SaveFailed. A collective."""
+        folder = self.settings.fallback_dir
+        if folder is None or self.checkpoints == Path(folder):
+            raise failed
+        self._report(f"{failed}\ncheckpoint: saving step {state.step} in {folder} instead")
+        self.checkpoints, self._state, self.lost = Path(folder), state, None
+        self._begin(state)
+        self.finish()
+        saved = self.checkpoints / folder_name(state.step)
+        raise SaveFailed(f"{failed}\nMove {saved} to the folder of the other checkpoints first.") from failed
+
+    def _begin(self, state: State, delay: float = 0.0) -> None:
+        self._publishing = False
+        self._run(lambda: self._write(state.step, delay))
+
+    def _report(self, text: str) -> None:
+        if self.rank == 0:
+            sys.stderr.write(f"checkpoint: {text}\n")
+
+    def _write(self, step: int, delay: float) -> None:
+        time.sleep(delay)
+        save_part(self._staging, partial_folder(self.checkpoints, step), self.rank)
 
     def _copy(self, tensors: dict[str, Rectangles]) -> None:
         """Copy to host memory that is reused by each save: new memory costs page faults."""

@@ -524,6 +524,12 @@ class CheckpointConfig:
     checkpoint. The folder is <run.dir>/hf, or hf_step_N after an extension of the run."""
     asynchronous: bool = True
     """Write in the background; training only waits for a copy of weights and optimizer states to host memory."""
+    save_timeout_seconds: Annotated[float, at_least(0)] = 60.0
+    """Seconds for which a failed save is tried again, after 1, 2, 4 and more seconds. Then training continues."""
+    max_failed_saves: Annotated[int, at_least(1)] = 3
+    """Failed saves in a row after which the run stops with status 1. It also stops if its last checkpoint fails."""
+    fallback_dir: str | None = None
+    """Another folder, where a run that stops for failed saves tries to save its last checkpoint."""
 
 
 @dataclass

@@ -162,6 +162,8 @@ def _result(plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]], start_
     if last.get("spike_skipped_steps") or last.get("spike_rewinds"):
         samples = f" ({last['spike_skipped_samples']:,} samples)"
         lines.append(f"spikes: {last['spike_skipped_steps']} updates skipped, {last['spike_rewinds']} rewinds{samples}")
+    if last.get("failed_saves"):
+        lines.append(f"checkpoints that could not be written: {last['failed_saves']}")
     utilizations = sorted(record["mfu"] for record in recent if record["mfu"] is not None)
     if utilizations and peak.flops:
         median, most = utilizations[len(utilizations) // 2], utilizations[-1]

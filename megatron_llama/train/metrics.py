@@ -46,7 +46,7 @@ SOME_STEPS = (
     *("train_samples_per_second", "padded_tokens_per_second", *VALIDATION_METRICS, "parameter_norm"),
     *("random_ltd_reserved_length", "consumed_layer_tokens", *WAIT_METRICS, "slowest_rank", "slowest_rank_ratio"),
     "max_attention_logit",
-    *("spike_skipped_steps", "spike_rewinds", "spike_skipped_samples"),
+    *("spike_skipped_steps", "spike_rewinds", "spike_skipped_samples", "failed_saves"),
 )
 THROUGHPUT_STEPS = 10
 WARM_UP_STEPS = 3

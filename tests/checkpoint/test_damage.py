@@ -10,9 +10,10 @@ import math
 import os
 import pickle
 import re
-import resource
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron_llama.checkpoint import saving
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.checkpoint.folder import find_checkpoint, saved_steps
+from megatron_llama.checkpoint.folder import find_checkpoint, partial_folder, saved_steps
 from megatron_llama.checkpoint.foreign.describe import describe
 from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, list_tensors, open_hf_folder
 from megatron_llama.checkpoint.manifest import NAME, State, _checksum, merge, read_manifest
@@ -127,27 +129,66 @@ def test_verify_reads_every_byte(copy: Path) -> None:
     manifest.stored.verify_file(SHARD)
 
 
-def _full_disk_at_step_2(checkpointer: Checkpointer) -> None:
-    start = checkpointer.saver.start
+ALWAYS = 9
+"""More failures than there are tries."""
+FAILED_SAVES = {
+    "tried again": ({(2, "write"): [errno.ENOSPC, errno.EIO], (3, "publish"): [errno.ESTALE]}, [4, 3, 2, 1], ""),
+    "given up": ({(2, "write"): [errno.EACCES] * ALWAYS, (3, "publish"): [errno.EDQUOT] * ALWAYS}, [4, 1], ""),
+    "in a row": ({(step, "write"): [errno.EFBIG] * ALWAYS for step in (2, 3, 4)}, [1], "rank 1: File too large"),
+    "the last": ({(4, "publish"): [errno.ETIMEDOUT] * ALWAYS}, [3, 2, 1], "rank 0: Connection timed out"),
+}
 
-    def limited(tensors: dict[str, Rectangles], state: State) -> None:
-        if state.step == 2 and checkpointer.topology.rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-        start(tensors, state)
 
-    checkpointer.saver.start = limited  # type: ignore[method-assign]
+def _fail_saves(faults: dict[tuple[int, str], list[int]], checkpointer: Checkpointer) -> None:
+    """Let rank 1's writing, or rank 0's publishing, fail with these numbers of errors."""
+    saver, start = checkpointer.saver, checkpointer.saver._run
+
+    def run_with_faults(work: Callable[[], None]) -> None:
+        assert saver._state is not None
+        step = saver._state.step
+        numbers = faults.get((step, "publish" if saver._publishing else "write"), [])
+
+        def attempt() -> None:
+            if numbers and saver.rank == (0 if saver._publishing else 1):
+                half = partial_folder(saver.checkpoints, step) / "half"
+                half.parent.mkdir(parents=True, exist_ok=True)
+                half.touch()
+                raise OSError(number := numbers.pop(), os.strerror(number))
+            work()
+
+        start(attempt)
+
+    saver._run = run_with_faults  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("asynchronous", ["true", "false"])
-def test_a_disk_that_is_full_stops_the_run_and_harms_nothing(tmp_path: Path, asynchronous: str) -> None:
-    with pytest.raises(RankFailed) as failed:
-        settings = ["checkpoint.every_steps=1", f"checkpoint.asynchronous={asynchronous}"]
-        run(2, tmp_path, *LAYOUT, *settings, until=3, tamper=_full_disk_at_step_2)
-    message = str(failed.value)
-    # Every rank leaves, and says whose disk it was.
-    assert message.count("SaveFailed") >= 2 and "rank 1: File too large" in message and "step_00000002" in message
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_00000001"]
-    assert run(2, tmp_path, *LAYOUT, NO_SAVE).started_at == 1
+@pytest.mark.parametrize("name", FAILED_SAVES)
+def test_a_failed_save(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on with whole checkpoints, or stops on all ranks with the cause."""
+    faults, saved, cause = FAILED_SAVES[name]
+    monkeypatch.setattr(saving, "_FIRST_DELAY", 1e-3)
+    settings = ["checkpoint.every_steps=1", f"checkpoint.asynchronous={name != 'in a row'}"]
+    settings += ["checkpoint.save_timeout_seconds=0.01"]
+    with pytest.raises(RankFailed) if cause else nullcontext() as failed:
+        run(2, tmp_path, *LAYOUT, *settings, until=4, tamper=partial(_fail_saves, faults))
+    if failed is not None:
+        assert str(failed.value).count("SaveFailed") >= 2 and cause in str(failed.value)
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"latest", *(f"step_{step:08d}" for step in saved)}
+    assert run(2, tmp_path, *LAYOUT, NO_SAVE).started_at == saved[0]
+
+
+def test_the_fallback_folder_has_the_last_step(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    settings = ["checkpoint.every_steps=1", "checkpoint.save_timeout_seconds=0", "checkpoint.max_failed_saves=1"]
+    faults = {(2, "write"): [errno.ENOSPC]}
+    with raises_with_message(RankFailed, rf"Move {other}/step_00000002 to the folder"):
+        tamper = partial(_fail_saves, faults)
+        run(2, tmp_path / "run", *LAYOUT, *settings, f"checkpoint.fallback_dir={other}", until=3, tamper=tamper)
+    assert saved_steps(tmp_path / "run" / "checkpoints") == [1] and saved_steps(other) == [2]
+    shutil.move(other / "step_00000002", tmp_path / "run" / "checkpoints")
+    resumed = run(2, tmp_path / "run", *LAYOUT, NO_SAVE, until=3)
+    assert resumed.started_at == 2
+    assert resumed.losses == {3: run(2, tmp_path / "whole", *LAYOUT, NO_SAVE, until=3).losses[3]}
 
 
 def test_a_pickle_is_never_read(copy: Path, tmp_path: Path) -> None:

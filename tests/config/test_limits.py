@@ -22,7 +22,7 @@ COUNTS = """
     trainer.random_ltd.seq_per_step trainer.shard_group trainer.micro_batch_size trainer.global_batch_size
     trainer.epochs trainer.recompute_every trainer.mlp_chunks trainer.spike_rewinds trainer.val_steps
     optim.freeze_step finetune.lora_rank logging.every_steps logging.sample_tokens checkpoint.every_steps
-    checkpoint.keep checkpoint.keep_every
+    checkpoint.keep checkpoint.keep_every checkpoint.max_failed_saves
 """
 COUNTS_FROM_0 = """
     trainer.steps trainer.skip_nonfinite_steps trainer.check_copies_every trainer.max_restarts
@@ -130,6 +130,7 @@ BOUNDS: dict[str, Bounds] = {
     "logging.wandb_project": (["", " "], ["megatron_llama", "a project"]),
     "logging.trackio": (["", " "], [None, "a project"]),
     "logging.mlflow": (["", " "], [None, "an experiment"]),
+    "checkpoint.save_timeout_seconds": ([-1], [0, 600]),
     "checkpoint.every_minutes": ([-1], [None, 0, 0.5, 15.0]),
     "checkpoint.allow": ([["lr"], ["data", "data"]], [[], ["data"], ["optim", "batch"]]),
     "checkpoint.resume": (["", " "], ["auto", "never", "runs/one/checkpoints/step_00000010"]),
