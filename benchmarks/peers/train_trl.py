@@ -32,6 +32,7 @@ arguments = DPOConfig(
         **task["arguments"],
         "adam_beta2": 0.95,
         "lr_scheduler_type": "constant",
+        "num_train_epochs": 1,
         "train_sampling_strategy": "sequential",
     },
     **{"max_length": None, "bf16": False, "gradient_checkpointing": False, "use_cpu": True},

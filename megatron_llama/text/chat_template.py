@@ -122,7 +122,7 @@ class RenderedText:
     marker: str | None
     """Text before the last answer, which has the loss. None: all tokens have loss."""
     end: str
-    """Name of the tokenizer's end-of-text token; "": it has none."""
+    """Name of the tokenizer's end-of-text token; "" without one."""
 
     def render_spans(
         self, turns: Sequence[Turn], context: TemplateContext = NO_CONTEXT, notes: list[str] | None = None

@@ -83,8 +83,7 @@ def train(
             stragglers.after_step(step, metrics, logger)
             consumed_tokens += int(metrics["tokens"])
             metrics |= {"consumed_tokens": consumed_tokens, "peak_memory_bytes": device.peak_memory_bytes()}
-            metrics |= checkpointer.saver.metrics()
-            metrics |= measure_after_step(step, plan, model, data.validation, patience)
+            metrics |= measure_after_step(step, plan, model, data.validation, patience) | checkpointer.saver.metrics()
             if logger is not None:
                 logger.log_step(metrics)
             if step == first + WARM_UP_BATCHES - 1:

@@ -163,7 +163,7 @@ def _fail_saves(faults: dict[tuple[int, str], list[int]], checkpointer: Checkpoi
 
 @pytest.mark.parametrize("name", FAILED_SAVES)
 def test_a_failed_save(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run goes on with whole checkpoints, or stops on all ranks with the cause."""
+    """The run continues with whole checkpoints, or stops on all ranks with the cause."""
     faults, saved, cause = FAILED_SAVES[name]
     monkeypatch.setattr(saving, "_FIRST_DELAY", 1e-3)
     settings = ["checkpoint.every_steps=1", f"checkpoint.asynchronous={name != 'in a row'}"]
