@@ -25,8 +25,8 @@ from megatron_llama.system.tables import markdown_table
 CORPUS = ROOT / "corpora" / "python_stdlib"
 TRL = Peer("trl", ("trl==1.16.0",), "benchmarks.peers.train_trl")
 STEPS, BATCH, LENGTH, LR, SEED = 100, 8, 320, 3e-4, 1234
-TOLERANCE = 1e-3
-"""Adam amplifies rounding errors: gradients near 0 have any sign."""
+TOLERANCE = 1e-5
+"""Of the first five steps. Later, Adam amplifies rounding errors: gradients near 0 have any sign."""
 METRICS = {"loss": "loss", "rewards/margins": "margin", "rewards/accuracies": "accuracy"}
 BASE = "model=llama_2m model.vocab_size=384 device=cpu logging.tensorboard=false optim=constant optim.warmup_steps=0"
 DPO = (
@@ -43,12 +43,14 @@ def write_pairs(path: Path) -> None:
 
     with path.open("w", encoding="utf-8") as file:
         for _ in range(STEPS * BATCH):
-            text, words = rng.choice(texts), list[str]()
-            while len(words) < 4:
+            text, words, prompt = rng.choice(texts), list[str](), ""
+            while len({*words}) < 4 or not prompt.strip():
                 middle = text.find("\n", rng.randrange(100, len(text) - 1000)) + 1
                 words = text[middle : middle + 60].split()
-            prompt, chosen = text[middle - 80 : middle], " ".join(words)
-            rejected = " ".join(rng.sample(words, len(words)))
+                prompt = text[middle - 80 : middle]
+            chosen = rejected = " ".join(words)
+            while rejected == chosen:
+                rejected = " ".join(rng.sample(words, len(words)))
             record = {"prompt": prompt, "response": chosen, "chosen": chosen, "rejected": rejected}
             file.write(json.dumps(record) + "\n")
 
@@ -86,7 +88,8 @@ def main() -> int:
     printed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     theirs = [{name: float(value) for name, value in record.items()} for record in json.loads(printed.splitlines()[-1])]
     pairs = list(zip([{**step, "loss": step["reduced_train_loss"]} for step in ours], theirs, strict=True))
-    difference = max(abs(one[name] - other[name]) for one, other in pairs for name in METRICS)
+    differences = [max(abs(one[name] - other[name]) for name in METRICS) for one, other in pairs]
+    largest = {steps: max(differences[:steps]) for steps in (5, STEPS // 2, STEPS)}
     rows = []
     for first in range(0, STEPS, 10):
         means = [
@@ -95,10 +98,11 @@ def main() -> int:
             for side in zip(*pairs[first : first + 10], strict=True)
         ]
         rows.append((f"{first + 1} to {first + 10}", *(f"{mean:.4f}" for mean in means)))
-    heads = [f"{name}, {program}" for name in METRICS.values() for program in ("ours", TRL.packages[0])]
-    print(f"{conditions()}\n\nLargest difference of a step: {difference:.1e}. Means of ten steps:\n")
+    heads = [f"{name}, {program}" for name in METRICS.values() for program in ("ours", "TRL")]
+    print(f"{conditions()}\n\nLargest difference in the first ", end="")
+    print(f"{', '.join(f'{steps} steps {value:.1e}' for steps, value in largest.items())}. Means of ten steps:\n")
     print("\n".join(markdown_table(("steps", *heads), rows)))
-    return int(difference > TOLERANCE)
+    return int(largest[5] > TOLERANCE)
 
 
 if __name__ == "__main__":
