@@ -26,7 +26,7 @@ CORPUS = ROOT / "corpora" / "python_stdlib"
 TRL = Peer("trl", ("trl==1.16.0",), "benchmarks.peers.train_trl")
 STEPS, BATCH, LENGTH, LR, SEED = 100, 8, 320, 3e-4, 1234
 TOLERANCE = 1e-5
-"""Of the first five steps. Later, Adam amplifies rounding errors: gradients near 0 have any sign."""
+"""Largest difference in the first five steps. Later, Adam amplifies rounding errors: gradients near 0 have any sign."""
 METRICS = {"loss": "loss", "rewards/margins": "margin", "rewards/accuracies": "accuracy"}
 BASE = "model=llama_2m model.vocab_size=384 device=cpu logging.tensorboard=false optim=constant optim.warmup_steps=0"
 DPO = (
