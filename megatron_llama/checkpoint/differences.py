@@ -40,8 +40,8 @@ SETTINGS = {
         "optim": "warmup_ratio",
         "finetune": "adapter",
         "device": "name peak_tflops memory_gib",
-        "logging": "every_steps tensorboard csv wandb wandb_project trackio mlflow parameter_norm sample_prompts "
-        "sample_tokens",
+        "logging": "every_steps tensorboard csv prometheus wandb wandb_project trackio mlflow parameter_norm "
+        "sample_prompts sample_tokens",
         "checkpoint": "every_steps every_minutes keep keep_every keep_best resume allow save_last "
         "export_hf asynchronous save_timeout_seconds max_failed_saves fallback_dir",
         "launch": "hosts hostfile ssh",

@@ -474,6 +474,8 @@ class LoggingConfig:
     """Write TensorBoard events to <run.dir>/tensorboard."""
     csv: bool = False
     """Also write <run.dir>/metrics.csv, a row per step."""
+    prometheus: Annotated[str | None, not_blank("must be a file", "/var/lib/node_exporter/training.prom")] = None
+    """File for the newest step's metrics in Prometheus's text format (node exporter's textfile collector)."""
     wandb: Annotated[str, one_of("off", "offline", "online")] = "off"
     """Weights & Biases: online, or offline to <run.dir>/wandb for a later `wandb sync`. Needs the extra wandb."""
     wandb_project: Annotated[str, not_blank("must be the name of a project", "megatron_llama")] = "megatron_llama"

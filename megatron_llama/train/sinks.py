@@ -54,6 +54,8 @@ def open_sinks(
         sinks.append(TensorBoardFile(plan.run_dir / "tensorboard", start_step))
     if logging.csv:
         sinks.append(CsvFile(plan.run_dir / CSV_FILE, columns, records))
+    if logging.prometheus is not None:
+        sinks.append(PrometheusFile(Path(logging.prometheus), plan.run_dir))
     if logging.wandb != "off":
         sinks.append(WandbRun(plan, start_step, repeated=repeated))
     if logging.trackio is not None:
@@ -92,6 +94,34 @@ class CsvFile:
         if file is not None:
             with suppress(OSError):  # append has reported the error
                 file.close()
+
+
+class PrometheusFile:
+    """Metrics of the newest step in Prometheus's text format, as gauges ``megatron_llama_NAME`` with the label ``run``.
+
+    The part of a name after a slash, such as a validation set, is the label ``part``.
+    """
+
+    def __init__(self, path: Path, run_dir: Path) -> None:
+        self._path, self._run, self._lost = path, json.dumps(str(run_dir), ensure_ascii=False), False
+
+    def append(self, metrics: Metrics) -> None:
+        gauges: dict[str, list[str]] = {}
+        for name, value in metrics.items():
+            gauge, _, part = name.partition("/")
+            if value is not None:
+                labels = f"run={self._run}" + (f",part={json.dumps(part, ensure_ascii=False)}" if part else "")
+                gauges.setdefault(f"megatron_llama_{gauge}", []).append(f"{{{labels}}} {float(value)!r}")
+        texts = [f"# TYPE {gauge} gauge\n" + "".join(f"{gauge}{line}\n" for line in gauges[gauge]) for gauge in gauges]
+        try:
+            if not self._lost:
+                write_atomically(self._path, "".join(texts))
+        except OSError as error:
+            self._lost = True
+            _report_lost(str(self._path), error)
+
+    def close(self) -> None:
+        """Leave the file with the last step."""
 
 
 class _PackageRun:

@@ -158,8 +158,8 @@ CHANGES: dict[str, Change] = {
     **of("device", "name=cpu peak_tflops=1.0 memory_gib=64.0"),
     **of(
         "logging",
-        "every_steps=10 tensorboard=False csv=True wandb=offline wandb_project=other trackio=mine "
-        "mlflow=mine parameter_norm=True",
+        "every_steps=10 tensorboard=False csv=True prometheus=x.prom wandb=offline wandb_project=other "
+        "trackio=mine mlflow=mine parameter_norm=True",
     ),
     "logging.sample_prompts": Change(["a"], also={"data.tokenizer": "tokenizer.model"}),
     "logging.sample_tokens": Change(8),

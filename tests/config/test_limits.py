@@ -128,6 +128,7 @@ BOUNDS: dict[str, Bounds] = {
     "device.name": (["gpu"], ["auto", "cpu", "cuda", "neuron", "hpu"]),
     "logging.wandb": (["on", "disabled"], ["off", "offline", "online"]),
     "logging.wandb_project": (["", " "], ["megatron_llama", "a project"]),
+    "logging.prometheus": (["", " "], [None, "x.prom"]),
     "logging.trackio": (["", " "], [None, "a project"]),
     "logging.mlflow": (["", " "], [None, "an experiment"]),
     "checkpoint.save_timeout_seconds": ([-1], [0, 600]),

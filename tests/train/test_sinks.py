@@ -30,7 +30,7 @@ from megatron_llama.train import sinks
 from megatron_llama.train.loss_curve import SMOOTHING, describe, draw, draw_run, moving_average
 from megatron_llama.train.metrics import EVERY_STEP, SOME_STEPS, MetricsLogger
 from megatron_llama.train.metrics_file import MetricsFile, read_metrics
-from megatron_llama.train.sinks import CsvFile, TensorBoardFile, WandbRun, write_samples
+from megatron_llama.train.sinks import CsvFile, PrometheusFile, TensorBoardFile, WandbRun, write_samples
 from tests.config.helpers import make, problems_of
 from tests.paths import ROOT
 from tests.processes import run_forked
@@ -72,6 +72,26 @@ def test_csv_equals_metrics_jsonl_after_a_resume(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [str(step) for step in range(1, STEPS + 1)]
     assert rows == [{name: str(record.get(name, "")) for name in (*EVERY_STEP, *SOME_STEPS)} for record in records]
     assert rows[0]["val_loss"] == "" and rows[3]["val_loss"] == "2.25"
+
+
+def test_prometheus_reads_the_newest_step(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / 'a "b"' / "training.prom"
+    file.parent.mkdir()
+    records = log_twice(tmp_path, f"logging.prometheus='{file}'")
+    lines = file.read_text().splitlines()
+    run = f'run="{tmp_path}"'
+    assert f"megatron_llama_step{{{run}}} {float(STEPS)}" in lines
+    assert f"megatron_llama_reduced_train_loss{{{run}}} {records[-1]['reduced_train_loss']!r}" in lines
+    names = [line.split("{")[0] for line in lines if not line.startswith("#")]
+    assert [line.split()[2] for line in lines if line.startswith("# TYPE")] == list(dict.fromkeys(names))
+    sink = PrometheusFile(file, Path('r"n'))
+    sink.append({"val_loss": 1.5, "val_loss/a-b": math.nan, "mfu": None})
+    values = ['{run="r\\"n"} 1.5', '{run="r\\"n",part="a-b"} nan']
+    assert file.read_text().splitlines()[1:] == [f"megatron_llama_val_loss{value}" for value in values]
+    file.unlink()
+    file.mkdir()
+    sink.append({"step": 1})
+    assert f"{file}: stopped writing: Is a directory\n" in capsys.readouterr().err
 
 
 def test_csv_path_is_a_folder(tmp_path: Path, capsys: Capture) -> None:
