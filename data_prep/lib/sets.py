@@ -70,6 +70,8 @@ class ExampleOptions:
             yield "--format text has rendered chats: omit --chat-template and --chat-template-kwargs"
         if self.response_marker is not None and (self.format != TEXT or not self.response_marker):
             yield f"--response-marker {self.response_marker!r}: write a text that begins an answer, with --format text"
+        if self.response_marker is not None and self.train_on_inputs:
+            yield "--response-marker has no effect with --train-on-inputs: omit one"
         if self.chat_template_kwargs and self.chat_template in NAMED_TEMPLATES:
             yield f"--chat-template-kwargs: the template {self.chat_template} has no variables"
 

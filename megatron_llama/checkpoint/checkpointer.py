@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from time import monotonic
 from typing import Any, Protocol
 
@@ -23,10 +24,10 @@ from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import find_checkpoint, move_aside, point_to, resume_candidates
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.manifest import Manifest, State, dtype_of, read_manifest
-from megatron_llama.checkpoint.saving import Saver
+from megatron_llama.checkpoint.saving import Saver, fallback_folder
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.config.settings import ALLOWED
+from megatron_llama.config.settings import ALLOWED, CheckpointConfig
 from megatron_llama.data.batches import Data
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
@@ -89,6 +90,7 @@ class Checkpointer:
             ConfigError: On all ranks, if a checkpoint does not match the config, or if all checkpoints are damaged.
         """
         settings = self.plan.config.checkpoint
+        broadcast_from_rank_0(lambda: _check_fallback(settings, self.checkpoints))
         candidates = broadcast_from_rank_0(lambda: resume_candidates(self.checkpoints, settings))
         if self._lora:
             self._load_base()  # checkpoints do not contain the base model
@@ -357,6 +359,19 @@ class Checkpointer:
         """Write a line to stderr on rank 0; stdout has the progress line."""
         if self.topology.rank == 0:
             sys.stderr.write(f"checkpoint: {escape_controls(text)}\n")
+
+
+def _check_fallback(settings: CheckpointConfig, checkpoints: Path) -> None:
+    """Create the run's folder in checkpoint.fallback_dir. Raises ConfigError if it cannot be written."""
+    folder = fallback_folder(settings, checkpoints)
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            rule, instead = f"cannot be written: {error.strerror}", "name a folder on another disk, or omit it"
+            raise ConfigError([Problem("checkpoint.fallback_dir", settings.fallback_dir, rule, instead)]) from None
 
 
 def _working_dir() -> str | None:

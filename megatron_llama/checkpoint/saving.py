@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -51,6 +52,7 @@ class Saver:
 
     def __init__(self, checkpoints: Path, rank: int, device: torch.device, settings: CheckpointConfig) -> None:
         self.checkpoints, self.rank, self.device, self.settings = checkpoints, rank, device, settings
+        self._usual = checkpoints
         self.blocked_seconds = 0.0
         """Seconds for which the last ``start`` blocked training."""
         self._staging: dict[str, Rectangles] = {}
@@ -168,7 +170,8 @@ class Saver:
             error = SaveFailed(message)
             error.__cause__ = self._error
         if self.rank == 0:
-            delete(partial_folder(self.checkpoints, state.step))
+            with suppress(OSError):  # of the same disk; the next try deletes them
+                delete(partial_folder(self.checkpoints, state.step))
         try:
             raise_on_all_ranks(error)
         except SaveFailed as failed:
@@ -186,16 +189,16 @@ class Saver:
             self._report(f"{cause}; step {state.step} is not saved")
 
     def _stop(self, state: State, failed: SaveFailed) -> None:
-        """Save in ``checkpoint.fallback_dir`` if it is set, and raise SaveFailed. A collective."""
-        folder = self.settings.fallback_dir
-        if folder is None or self.checkpoints == Path(folder):
+        """Save in the run's folder in ``checkpoint.fallback_dir`` if it is set, and raise SaveFailed. A collective."""
+        folder, usual = fallback_folder(self.settings, self._usual), self._usual
+        if folder is None or self.checkpoints == folder:
             raise failed
         self._report(f"{failed}\ncheckpoint: saving step {state.step} in {folder} instead")
-        self.checkpoints, self._state, self.lost = Path(folder), state, None
+        self.checkpoints, self._state, self.lost = folder, state, None
         self._begin(state)
         self.finish()
         saved = self.checkpoints / folder_name(state.step)
-        raise SaveFailed(f"{failed}\nMove {saved} to the folder of the other checkpoints first.") from failed
+        raise SaveFailed(f"{failed}\nFirst move step {state.step}: mv {saved} {usual}") from None
 
     def _begin(self, state: State, delay: float = 0.0) -> None:
         self._publishing = False
@@ -230,6 +233,13 @@ class Saver:
         self._error = None
         self._thread = threading.Thread(target=guarded, name="checkpoint", daemon=True)
         self._thread.start()
+
+
+def fallback_folder(settings: CheckpointConfig, checkpoints: Path) -> Path | None:
+    """Return the folder in ``checkpoint.fallback_dir`` of the run with these checkpoints; no other run uses it."""
+    path = checkpoints.absolute()
+    name = f"{path.parent.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    return None if settings.fallback_dir is None else Path(settings.fallback_dir) / name
 
 
 def _claim(partial: Path) -> bool:

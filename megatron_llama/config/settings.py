@@ -530,7 +530,7 @@ class CheckpointConfig:
     """Seconds for which a failed save is tried again, after 1, 2, 4 and more seconds. Then training continues."""
     max_failed_saves: Annotated[int, at_least(1)] = 3
     """Failed saves in a row after which the run stops with status 1. It also stops if its last checkpoint fails."""
-    fallback_dir: str | None = None
+    fallback_dir: Annotated[str | None, not_blank("must be a folder", "/scratch/checkpoints")] = None
     """Another folder, where a run that stops for failed saves tries to save its last checkpoint."""
 
 

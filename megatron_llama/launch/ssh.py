@@ -28,7 +28,7 @@ from megatron_llama.devices import variable_prefixes
 from megatron_llama.launch.environment import NODE, NODES, RUN_ID, SLOTS, port_for
 from megatron_llama.launch.job_store import LaunchFailed
 from megatron_llama.launch.starts import STARTED, command_of_process
-from megatron_llama.launch.supervise import Child, Grace, Signals, supervise, with_restarts
+from megatron_llama.launch.supervise import WATCHED, Child, Grace, Signals, supervise, with_restarts
 from megatron_llama.plan import Plan
 from megatron_llama.system.command import COMMAND
 from megatron_llama.system.errors import program
@@ -108,7 +108,10 @@ def _run_once(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str]) -> in
                 signals.add(remotes[-1])
                 prefix = (f"[{host.name}] " if number else "",)
                 readers.append(threading.Thread(target=remotes[-1].show_output, args=prefix, daemon=True))
+                # A thread has the mask of its creator: no signal arrives in a reader while ``Signals`` blocks it here.
+                mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
                 readers[-1].start()
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             supervise(remotes, signals, GRACE)
         finally:
             _end(remotes)

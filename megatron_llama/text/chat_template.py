@@ -135,8 +135,11 @@ class RenderedText:
                 raise RecordError("no_marker", f"the text does not contain {self.marker!r}")
             if not turn.text[start:].strip():
                 raise RecordError("empty_content", "nothing follows the marker")
-        missing = self.end if not turn.text.endswith(self.end) else ""
-        spans = (turn.text[:start], False), (turn.text[start:] + missing, True)
+        # White space after the end token has no loss, as in chats.
+        stop = len(turn.text.rstrip()) if turn.text.rstrip().endswith(self.end or "\n") else len(turn.text)
+        missing = self.end if not turn.text[:stop].endswith(self.end) else ""
+        parts = turn.text[:start], turn.text[start:stop] + missing, turn.text[stop:]
+        spans = zip(parts, (False, True, False), strict=True)
         return [TextSpan(text, learn) for text, learn in spans if text]
 
 

@@ -181,13 +181,17 @@ def test_the_fallback_folder_has_the_last_step(tmp_path: Path) -> None:
     other = tmp_path / "other"
     settings = ["checkpoint.every_steps=1", "checkpoint.save_timeout_seconds=0", "checkpoint.max_failed_saves=1"]
     faults = {(2, "write"): [errno.ENOSPC]}
-    with raises_with_message(RankFailed, rf"Move {other}/step_00000002 to the folder"):
+    (other / "step_00000001").mkdir(parents=True)  # of another run
+    with raises_with_message(RankFailed, rf"First move step 2: mv {other}/run-\w{{8}}/step_00000002 {tmp_path}/run"):
         tamper = partial(_fail_saves, faults)
         run(2, tmp_path / "run", *LAYOUT, *settings, f"checkpoint.fallback_dir={other}", until=3, tamper=tamper)
-    assert saved_steps(tmp_path / "run" / "checkpoints") == [1] and saved_steps(other) == [2]
-    shutil.move(other / "step_00000002", tmp_path / "run" / "checkpoints")
+    (saved,) = other.glob("run-*")
+    assert saved_steps(tmp_path / "run" / "checkpoints") == [1] == saved_steps(other) and saved_steps(saved) == [2]
+    shutil.move(saved / "step_00000002", tmp_path / "run" / "checkpoints")
     resumed = run(2, tmp_path / "run", *LAYOUT, NO_SAVE, until=3)
     assert resumed.started_at == 2
+    with raises_with_message(RankFailed, "checkpoint.fallback_dir.*cannot be written"):
+        run(1, tmp_path / "new", "checkpoint.fallback_dir=/proc/x")
     assert resumed.losses == {3: run(2, tmp_path / "whole", *LAYOUT, NO_SAVE, until=3).losses[3]}
 
 

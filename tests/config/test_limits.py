@@ -132,6 +132,7 @@ BOUNDS: dict[str, Bounds] = {
     "logging.trackio": (["", " "], [None, "a project"]),
     "logging.mlflow": (["", " "], [None, "an experiment"]),
     "checkpoint.save_timeout_seconds": ([-1], [0, 600]),
+    "checkpoint.fallback_dir": (["", " "], [None, "other"]),
     "checkpoint.every_minutes": ([-1], [None, 0, 0.5, 15.0]),
     "checkpoint.allow": ([["lr"], ["data", "data"]], [[], ["data"], ["optim", "batch"]]),
     "checkpoint.resume": (["", " "], ["auto", "never", "runs/one/checkpoints/step_00000010"]),

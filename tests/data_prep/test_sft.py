@@ -153,6 +153,7 @@ def test_rendered_texts(folder: Path, tokenizer: Path, tmp_path: Path, marker: s
     """A text is encoded as it is, with one end-of-text token, and its last answer has loss."""
     turn = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>"
     texts = [turn.format("No.") + "\n" + turn.format("Yes."), turn.format("Yes.").removesuffix("<|im_end|>")]
+    texts.append(turn.format("Yes.") + "\n")  # as templates end
     bad = ["<|im_start|>user\nWhy?", turn.format("")[: -len("<|im_end|>")]]
     rows = [{"text": text} for text in [*texts, *bad]]
     source, flags = tmp_path / "texts.jsonl", ["--format", "text", "--on-bad-line", "skip"]
@@ -163,11 +164,13 @@ def test_rendered_texts(folder: Path, tokenizer: Path, tmp_path: Path, marker: s
     skipped = {"empty_content": 1, "unknown_format": 1} | ({"empty_content": 2, "no_marker": 1} if marker else {})
     assert manifest["skipped"] == skipped
     encoder = HuggingFaceTokenizer(folder)
-    whole = [encoder.spans(text.removesuffix("<|im_end|>") + "<|im_end|>", parse_special=True).ids for text in texts]
-    assert [row.tolist() for row in ids[:2]] == whole
+    texts[1] += "<|im_end|>"
+    whole = [encoder.spans(text, parse_special=True).ids for text in texts]
+    assert [row.tolist() for row in ids[:3]] == whole
     for row, mask in zip(ids, masks, strict=True):
         learned = encoder.decode(row[mask == 1], skip_special=False)
-        assert learned == ("Yes.<|im_end|>" if marker else encoder.decode(row, skip_special=False))
+        rendered = encoder.decode(row, skip_special=False).rstrip()
+        assert learned == ("Yes.<|im_end|>" if marker else rendered)
     (before, *_), _, _ = read(tmp_path / "out")
     output_of(prepare(tokenizer, source, tmp_path / "bos", *flags, "--add-bos"))
     (first, *_), _, _ = read(tmp_path / "bos")
@@ -176,6 +179,7 @@ def test_rendered_texts(folder: Path, tokenizer: Path, tmp_path: Path, marker: s
         (["--format", "text", "--chat-template", "plain"], "has rendered chats: omit --chat-template"),
         (["--response-marker", "x"], "--response-marker 'x': write a text that begins an answer, with --format text"),
         ([], "--format text reads rendered chats"),
+        (["--format", "text", "--response-marker", "x", "--train-on-inputs"], "has no effect with --train-on-inputs"),
     ):
         assert_refused(prepare(folder, source, tmp_path / "no", *more), rule)
 
