@@ -191,10 +191,10 @@ def test_before_the_ranks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
     """No half file stays, nor half a job."""
     patch = monkeypatch.setattr
     if moment == "claiming the folder":
-        first(run_dir_module, "format_plan", lambda: os.kill(os.getpid(), signal.SIGTERM), 1, patch)
+        first(run_dir_module, "format_plan", lambda: signal.raise_signal(signal.SIGTERM), 1, patch)
         expected, last = 128 + signal.SIGTERM, "Stopped by SIGTERM."
     else:
-        first(start_module.Rank, "start", lambda: os.kill(os.getpid(), signal.SIGINT), 2, patch)
+        first(start_module.Rank, "start", lambda: signal.raise_signal(signal.SIGINT), 2, patch)
         expected, last = 130, "Stopped by SIGINT."
     job = Job(tmp_path / "run", *RUN, "trainer.tp=2", prepare=exit_on_signal)
     assert job.wait() == expected, job.output
@@ -207,7 +207,7 @@ def test_while_the_processes_of_a_job_meet(tmp_path: Path) -> None:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "15001"}
         exit_on_signal()
-        first(join, "Rendezvous", lambda: os.kill(os.getpid(), signal.SIGINT))
+        first(join, "Rendezvous", lambda: signal.raise_signal(signal.SIGINT))
 
     job = Job(tmp_path / "run", *RUN[1:], "trainer.tp=2", prepare=prepare)
     assert job.wait() == 130, job.output
