@@ -21,6 +21,7 @@ from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.corpus.packing import Unpacked
 from megatron_llama.system.errors import run_main
 from megatron_llama.system.tables import markdown_table
+from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 
 CORPUS = ROOT / "corpora" / "python_stdlib"
 TRL = Peer("trl", ("trl==1.16.0",), "benchmarks.peers.train_trl")
@@ -38,9 +39,8 @@ DPO = (
 
 def write_pairs(path: Path) -> None:
     """Write a pair for each sample of the run to a JSONL file."""
-    rng, texts = random.Random(SEED), [json.loads(line)["text"] for line in (CORPUS / "python_stdlib.jsonl").open()]
-    texts = [text for text in texts if len(text) > 2000]
-
+    rng, lines = random.Random(SEED), (CORPUS / "python_stdlib.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = [text for line in lines if len(text := json.loads(line)["text"]) > 2000]
     with path.open("w", encoding="utf-8") as file:
         for _ in range(STEPS * BATCH):
             text, words, prompt = rng.choice(texts), list[str](), ""
@@ -80,7 +80,7 @@ def main() -> int:
     run_program("scripts/export_hf.py", folder / "base", folder / "hf")
     tuned = [f"data.prefixes=[{folder}/pairs_sft]", f"init_from={folder}/hf", f"run.dir={folder}/dpo"]
     run_program("train.py", *BASE.split(), *DPO.split(), *tuned)
-    ours = [json.loads(line) for line in (folder / "dpo" / "metrics.jsonl").open()]
+    ours = read_metrics(folder / "dpo" / METRICS_FILE)
     arguments = {"output_dir": f"{folder}/trl", "per_device_train_batch_size": BATCH, "learning_rate": LR}
     task = {"model": f"{folder}/hf", "pairs": read_pairs(f"{folder}/pairs_sft"), "arguments": arguments}
     (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")

@@ -86,8 +86,13 @@ def file_hash(path: Path, limit: int | None = None) -> str:
 
 def _facts(descriptor: int, limit: int) -> dict[str, int]:
     status = os.fstat(descriptor)
-    facts = {name: getattr(status, f"st_{name}") for name in ("size", "mtime_ns", "ctime_ns")}
-    return {"inode": status.st_ino, **facts, "whole_bytes": limit if limit < status.st_size else WHOLE_BYTES}
+    return {
+        "inode": status.st_ino,
+        "size": status.st_size,
+        "mtime_ns": status.st_mtime_ns,
+        "ctime_ns": status.st_ctime_ns,
+        "whole_bytes": limit if limit < status.st_size else WHOLE_BYTES,
+    }
 
 
 def _cached(cache: Path, facts: dict[str, int]) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import select
+import selectors
 import shlex
 import signal
 import subprocess
@@ -28,7 +29,7 @@ from megatron_llama.devices import variable_prefixes
 from megatron_llama.launch.environment import NODE, NODES, RUN_ID, SLOTS, port_for
 from megatron_llama.launch.job_store import LaunchFailed
 from megatron_llama.launch.starts import STARTED, command_of_process
-from megatron_llama.launch.supervise import WATCHED, Child, Grace, Signals, supervise, with_restarts
+from megatron_llama.launch.supervise import Child, Grace, Signals, supervise, with_restarts
 from megatron_llama.plan import Plan
 from megatron_llama.system.command import COMMAND
 from megatron_llama.system.errors import program
@@ -53,6 +54,7 @@ class Remote(Child):
     process: subprocess.Popen[bytes]
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_LINES))
     """Last lines of stderr."""
+    partial_line: bytes = b""
     ended_at: float = 0.0
 
     def poll(self) -> bool:
@@ -70,14 +72,20 @@ class Remote(Child):
         with suppress(OSError, ValueError):  # the process has ended
             self.process.stdin.write(f"{word}\n".encode())
 
-    def show_output(self, prefix: str) -> None:
-        """Print the host's stderr, each line with ``prefix``, until its end."""
+    def show_output(self, prefix: str) -> bool:
+        """Print new stderr output of the host; return False at its end."""
         assert self.process.stderr is not None
-        with open(self.process.stderr.fileno(), "rb", closefd=False) as output:  # buffered, unlike the pipe
-            for line in (part.decode(errors="replace").removesuffix("\n") for part in output):
-                self.lines.append(line)
-                sys.stderr.write(f"{prefix}{line}\n")
-                sys.stderr.flush()
+        text = self.process.stderr.read(1 << 16)
+        if text is None:  # nothing yet
+            return True
+        *lines, self.partial_line = (self.partial_line + text).split(b"\n")
+        if not text and self.partial_line:
+            lines, self.partial_line = [*lines, self.partial_line], b""
+        for line in (part.decode(errors="replace") for part in lines):
+            self.lines.append(line)
+            sys.stderr.write(f"{prefix}{line}\n")
+        sys.stderr.flush()
+        return bool(text)
 
 
 def run_on_hosts(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str]) -> int:
@@ -93,7 +101,7 @@ def _run_once(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str]) -> in
     words = program()
     words = words if words[0] == "-m" else [os.path.abspath(words[0])]
     command = [sys.executable, *words, *overrides, *(write_override(*pair) for pair in fixed)]
-    remotes, readers = list[Remote](), list[threading.Thread]()
+    remotes: list[Remote] = []
     # Sent on the control line: other users of the hosts can read command lines.
     secret = secrets.token_hex(32)
     with Signals() as signals:
@@ -106,17 +114,9 @@ def _run_once(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str]) -> in
                 remotes.append(Remote(host, _start([*ssh, host.name, line], plan)))
                 remotes[-1].write(secret)
                 signals.add(remotes[-1])
-                prefix = (f"[{host.name}] " if number else "",)
-                readers.append(threading.Thread(target=remotes[-1].show_output, args=prefix, daemon=True))
-                # A thread has the mask of its creator: no signal arrives in a reader while ``Signals`` blocks it here.
-                mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-                readers[-1].start()
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            supervise(remotes, signals, GRACE)
+            _watch(remotes, signals)
         finally:
             _end(remotes)
-            for reader in readers:
-                reader.join(1.0)  # other processes of a host may keep its output open
         return _exit_status(remotes, signals)
 
 
@@ -170,6 +170,27 @@ def _environment(hosts: Sequence[Host], run_id: str) -> dict[str, str]:
         **{name: os.environ[name] for name in (COMMAND,) if name in os.environ},
         STARTED: command_of_process(),
     }
+
+
+def _watch(remotes: Sequence[Remote], signals: Signals) -> None:
+    """Print the hosts' output (with a host prefix, except the first host) until ``supervise`` returns."""
+    prefixes = {id(remote): "" if remote is remotes[0] else f"[{remote.host.name}] " for remote in remotes}
+    with selectors.DefaultSelector() as selector:
+        for remote in remotes:
+            assert remote.process.stderr is not None
+            os.set_blocking(remote.process.stderr.fileno(), False)
+            selector.register(remote.process.stderr, selectors.EVENT_READ, remote)
+
+        def show(seconds: float) -> None:
+            if not selector.get_map():  # all outputs are closed; select would not wait
+                time.sleep(seconds)
+            for key, _ in selector.select(seconds) if selector.get_map() else []:
+                if not key.data.show_output(prefixes[id(key.data)]):
+                    selector.unregister(key.fileobj)
+
+        supervise(remotes, signals, GRACE, wait=show)
+        for remote in remotes:
+            remote.show_output(prefixes[id(remote)])
 
 
 def _end(remotes: Sequence[Remote]) -> None:

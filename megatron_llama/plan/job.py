@@ -256,10 +256,6 @@ SCALING = {"tensorwise": "per tensor", "rowwise": "per row"}
 """``Job.scaling`` by recipe of ``trainer.float8``."""
 
 
-SAME_NAMES = ("tp", "pp", "vpp", "recompute", "recompute_every", "mlp_chunks", "reduce_group", "secondary_group")
-"""Fields of ``Job`` that are settings of ``trainer``."""
-
-
 def job_of_plan(plan: Plan) -> Job:
     """Return the Job of a plan."""
     model, trainer, precision = plan.model, plan.config.trainer, plan.precision
@@ -270,7 +266,14 @@ def job_of_plan(plan: Plan) -> Job:
         seq=plan.config.data.length,
         micro_batch=trainer.micro_batch_size,
         num_microbatches=plan.num_microbatches,
-        **{name: getattr(trainer, name) for name in SAME_NAMES},
+        tp=trainer.tp,
+        pp=trainer.pp,
+        vpp=trainer.vpp,
+        recompute=trainer.recompute,
+        recompute_every=trainer.recompute_every,
+        mlp_chunks=trainer.mlp_chunks,
+        reduce_group=trainer.reduce_group,
+        secondary_group=trainer.secondary_group,
         cp=plan.grid.divisor("tokens"),
         exchanges_heads=trainer.cp_comm == "ulysses" and trainer.cp > 1,
         dp=plan.dp,

@@ -135,10 +135,10 @@ class RenderedText:
                 raise RecordError("no_marker", f"the text does not contain {self.marker!r}")
             if not turn.text[start:].strip():
                 raise RecordError("empty_content", "nothing follows the marker")
-        # White space after the end token has no loss, as in chats.
-        stop = len(turn.text.rstrip()) if turn.text.rstrip().endswith(self.end or "\n") else len(turn.text)
-        missing = self.end if not turn.text[:stop].endswith(self.end) else ""
-        parts = turn.text[:start], turn.text[start:stop] + missing, turn.text[stop:]
+        stripped = turn.text.rstrip()
+        has_end = self.end != "" and stripped.endswith(self.end)
+        stop = len(stripped) if has_end else len(turn.text)  # white space after the end token has no loss, as in chats
+        parts = turn.text[:start], turn.text[start:stop] + ("" if has_end else self.end), turn.text[stop:]
         spans = zip(parts, (False, True, False), strict=True)
         return [TextSpan(text, learn) for text, learn in spans if text]
 

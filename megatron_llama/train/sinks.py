@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import IO, Any, Protocol, cast
 
 from megatron_llama.plan import Plan
-from megatron_llama.system.files import write_atomically
+from megatron_llama.system.files import DRAFT, write_atomically
 
 CSV_FILE, SAMPLES_FILE = "metrics.csv", "samples.json"
 Metrics = Mapping[str, Any]
@@ -114,8 +114,11 @@ class PrometheusFile:
                 gauges.setdefault(f"megatron_llama_{gauge}", []).append(f"{{{labels}}} {float(value)!r}")
         texts = [f"# TYPE {gauge} gauge\n" + "".join(f"{gauge}{line}\n" for line in gauges[gauge]) for gauge in gauges]
         try:
-            if not self._lost:
-                write_atomically(self._path, "".join(texts))
+            if not self._lost:  # a reader needs a whole file; unlike write_atomically, no step waits for the disk
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                draft = self._path.with_name(f".{self._path.name}.{os.getpid()}{DRAFT}")
+                draft.write_text("".join(texts), encoding="utf-8")
+                draft.replace(self._path)
         except OSError as error:
             self._lost = True
             _report_lost(str(self._path), error)

@@ -41,6 +41,26 @@ def verdict(judge: Callable[[], Any]) -> str:
         return f"{'FAILED' if isinstance(error, CheckFailed) else 'not run'}: {error}"
 
 
+def memory(*numbers: int) -> str:
+    return verdict(lambda: training.judge_memory(*numbers))
+
+
+def differ(compiled: TrainingRun, eager: list[float]) -> str:
+    return verdict(lambda: benchmark.compare_runs("compiled", compiled, "eager", run_of(eager), 1e-2))
+
+
+def attend(*cases: dict[str, Any]) -> str:
+    return verdict(lambda: attention.judge(cases))
+
+
+def benchmarked(peak: float) -> str:
+    turn = {"step_seconds": [0.4, 0.5, 0.6], "peak_flops": peak}
+    result = {"task": {"batch_size": 2, "seq_length": 50}, "turns": [turn], "live_bytes": 7 << 30}
+    cells = [{"flops_per_token": 2000.0, "results": [result | {"name": name} for name in ("ours", "transformers")]}]
+    left_out = {"torchtitan": benchmark.NOT_INSTALLED}
+    return verdict(lambda: benchmark.judge({"cells": cells, "left_out": left_out}))
+
+
 def test_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs, graphs, memory, attention and benchmarks with a known answer."""
     falling = [5.0 - 0.1 * step for step in range(training.SMOKE_STEPS)]
@@ -56,22 +76,6 @@ def test_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def compiles(output: str, **facts: Any) -> str:
         return of_run(lambda one: benchmark.compilation(one, Row("compile")), [1.0] * 10, output, **facts)
-
-    def memory(*numbers: int) -> str:
-        return verdict(lambda: training.judge_memory(*numbers))
-
-    def differ(compiled: TrainingRun, eager: list[float]) -> str:
-        return verdict(lambda: benchmark.compare_runs("compiled", compiled, "eager", run_of(eager), 1e-2))
-
-    def attend(*cases: dict[str, Any]) -> str:
-        return verdict(lambda: attention.judge(cases))
-
-    def benchmarked(peak: float) -> str:
-        turn = {"step_seconds": [0.4, 0.5, 0.6], "peak_flops": peak}
-        result = {"task": {"batch_size": 2, "seq_length": 50}, "turns": [turn], "live_bytes": 7 << 30}
-        cells = [{"flops_per_token": 2000.0, "results": [result | {"name": name} for name in ("ours", "transformers")]}]
-        left_out = {"torchtitan": benchmark.NOT_INSTALLED}
-        return verdict(lambda: benchmark.judge({"cells": cells, "left_out": left_out}))
 
     one, other = session(tmp_path), {"flops_per_token": 1.0, "results": []}
     one.start = lambda *_: Process(1, f"excluded: torchtitan: {benchmark.NOT_INSTALLED}\n")
