@@ -39,8 +39,9 @@ DPO = (
 
 def write_pairs(path: Path) -> None:
     """Write a pair for each sample of the run to a JSONL file."""
-    rng, lines = random.Random(SEED), (CORPUS / "python_stdlib.jsonl").read_text(encoding="utf-8").splitlines()
-    texts = [text for line in lines if len(text := json.loads(line)["text"]) > 2000]
+    rng = random.Random(SEED)
+    with (CORPUS / "python_stdlib.jsonl").open(encoding="utf-8") as lines:
+        texts = [text for line in lines if len(text := json.loads(line)["text"]) > 2000]
     with path.open("w", encoding="utf-8") as file:
         for _ in range(STEPS * BATCH):
             text, words, prompt = rng.choice(texts), list[str](), ""
