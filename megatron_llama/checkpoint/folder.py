@@ -199,7 +199,14 @@ def move_aside(checkpoints: Path) -> Path | None:
     number = 1
     while (aside := checkpoints.with_name(f"{checkpoints.name}.{number}")).exists():
         number += 1
-    os.rename(checkpoints, aside)
+    try:
+        os.rename(checkpoints, aside)
+    except OSError as error:  # a mount point
+        rule = f"cannot rename {checkpoints} to {aside.name}: {error.strerror}"
+        problem = Problem(
+            "checkpoint.resume", "never", rule, "move its checkpoints away, or write another run.dir=PATH"
+        )
+        raise ConfigError([problem]) from error
     return aside
 
 

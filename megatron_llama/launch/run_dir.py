@@ -134,11 +134,14 @@ def check_shared(run_dir: str) -> Problem | None:
 
 
 def _wrong_entries(folder: Path) -> Iterator[Problem]:
-    """Yield a problem for each folder in place of a file that the run writes, and the reverse."""
+    """Yield a problem for each folder in place of a file that the run writes, the reverse, and a read-only folder."""
+    if not os.access(folder, os.W_OK):  # also of root: an immutable folder, a read-only disk
+        yield Problem("run.dir", str(folder), "is not writable", "write another run.dir=PATH")
     for name in (*WRITTEN_FILES, *WRITTEN_FOLDERS):
         path, kind = folder / name, ""
         if name in WRITTEN_FOLDERS:
-            kind = "not a folder" if os.path.lexists(path) and not os.path.isdir(path) else ""
+            kind = "not a folder" if not os.path.isdir(path) else "" if os.access(path, os.W_OK) else "not writable"
+            kind = kind if os.path.lexists(path) else ""
         elif name in OPENED_FILES and path.is_symlink():  # writing would change a file elsewhere
             kind = "a link"
         elif os.path.isdir(path):

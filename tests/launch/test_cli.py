@@ -406,6 +406,14 @@ def test_folders_in_place_of_files_are_rejected_together(tmp_path: Path) -> None
     assert "its ranks is not a folder" in text and f"move {tmp_path}/checkpoints/latest away" in " ".join(text.split())
 
 
+@pytest.mark.parametrize("name", ["", "checkpoints", "ranks"])
+def test_a_read_only_folder_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (folder := tmp_path / name).mkdir(exist_ok=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)  # as an immutable one, also for root
+    with pytest.raises(ConfigError, match=f"{f'its {name} ' if name else ''}is not writable"):
+        run_dir.claim_run_dir(tmp_path).__enter__()
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("name", "make", "message"),
