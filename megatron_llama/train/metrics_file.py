@@ -21,6 +21,8 @@ START, LOADED = "start", "loaded"
 MAX_STARTS_BYTES = 16 << 20
 MAX_BYTES = 16 << 30
 TAIL_BYTES = 1 << 16
+MAX_UNWRITTEN_BYTES = 64 << 20
+"""Metrics that wait in memory for space on a full disk."""
 REQUIRED_METRICS = ("step", "consumed_tokens", "reduced_train_loss", "lr", "tokens_per_second", "step_time_s", "mfu")
 """Metrics that the summary and loss.png need."""
 
@@ -33,23 +35,37 @@ class MetricsFile:
         if warning := truncate_after(path, start_step):
             sys.stderr.write(warning + "\n")
         self._path, self._folder = path, os.stat(path.parent)
-        self._file = open(path, "a", encoding="utf-8")
+        self._file = open(path, "ab", buffering=0)
+        self._unwritten = b""
 
     def close(self) -> None:
         """Close the file; ``append`` has reported write errors."""
         with suppress(OSError):
+            self._write()
+        if lines := self._unwritten.count(b"\n"):
+            sys.stderr.write(f"WARNING: {self._path}: lines not written, because the disk is full: {lines:,}\n")
+        with suppress(OSError):
             self._file.close()
 
     def append(self, metrics: Mapping[str, Any]) -> None:
-        """Append a step's metrics. Raises MachineError."""
-        # One write per line: after a kill only the last line may be incomplete.
+        """Append a step's metrics, on a full disk at a later step. Raises MachineError."""
+        was_full = bool(self._unwritten)
+        self._unwritten += json.dumps(metrics).encode() + b"\n"
         try:
             self._reopen_if_replaced()
-            self._file.write(json.dumps(metrics) + "\n")
-            self._file.flush()
+            self._write()
         except OSError as error:
-            remedy = "the same command resumes from the newest checkpoint; if the disk is full, free space before"
-            raise MachineError(f"cannot write {self._file.name}: {error.strerror}.\n{remedy}") from error
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or len(self._unwritten) > MAX_UNWRITTEN_BYTES:
+                self._unwritten = b""
+                remedy = "the same command resumes from the newest checkpoint; if the disk is full, free space before"
+                raise MachineError(f"cannot write {self._path}: {error.strerror}.\n{remedy}") from error
+            if not was_full:
+                sys.stderr.write(f"WARNING: {self._path}: the disk is full; steps are written when it has space.\n")
+
+    def _write(self) -> None:
+        """Write what is unwritten. After a kill only the last line may be incomplete. Raises OSError."""
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def _reopen_if_replaced(self) -> None:
         """Replace the file if it was deleted. Raises OSError, and MachineError if its folder was."""
@@ -59,8 +75,8 @@ class MetricsFile:
             raise MachineError(f"{self._path.parent} was deleted, renamed or replaced during the run.")
         sys.stderr.write(f"WARNING: {self._path} was deleted or replaced during the run; its earlier steps are lost.\n")
         self._path.unlink(missing_ok=True)  # a link or a pipe
-        self.close()
-        self._file = open(self._path, "a", encoding="utf-8")
+        self._file.close()
+        self._file = open(self._path, "ab", buffering=0)
 
 
 def _is_at(path: Path, status: os.stat_result, *, follow: bool) -> bool:

@@ -3,6 +3,7 @@ peak FLOP/s of MFU."""
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -12,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -195,6 +197,35 @@ def test_a_pipe_is_no_file_of_metrics(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(OSError, match="not a regular file"):
         MetricsFile(tmp_path / "metrics.jsonl", 2)
+
+
+class FullDisk(io.FileIO):
+    """A file that can grow by ``space`` bytes."""
+
+    space = 7
+
+    def write(self, data: Any) -> int:
+        if not self.space:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = super().write(data[: self.space])
+        self.space -= written
+        return written
+
+
+@pytest.mark.parametrize("space", [1000, 0])
+def test_a_full_disk_gets_its_lines_later(space: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    file._file = disk = FullDisk(path, "a")  # type: ignore[assignment]
+    for line in LINES:
+        file.append(json.loads(line))
+    assert path.read_text() == '{"step"'
+    disk.space = space
+    file.close()
+    printed = capsys.readouterr().err
+    assert printed.count("the disk is full; steps are written") == 1, "not at each step"
+    assert ("the disk is full: 3" in printed) == (not space)
+    assert path.read_text() == ("".join(LINES) if space else '{"step"')
 
 
 def replace_folder(folder: Path) -> None:
