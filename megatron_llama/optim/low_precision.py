@@ -170,11 +170,12 @@ class ElementwiseOptimizer(ShardOptimizer):
             keys = start_of_noise(stream(self.seed, kind, rectangle.name), number, rectangle.offset)
             starts = devices.pinned(torch.tensor(keys, dtype=torch.int32), values.device)
             starts = starts.to(values.device, non_blocking=True)
+            inputs = (starts, *(_kept_numbers(count, values.device) for count in rectangle.size))
             if tuple(rectangle.size) == tuple(values.shape):
-                return self._fused(values, starts)
+                return self._fused(values, *inputs)
             if not rounded.numel():
                 rounded = values.to(torch.bfloat16)  # vocabulary padding, which is 0, is in no rectangle
-            rounded[rectangle.local_slices] = self._fused(values[rectangle.local_slices], starts)
+            rounded[rectangle.local_slices] = self._fused(values[rectangle.local_slices], *inputs)
         return rounded if rounded.numel() else values.to(torch.bfloat16)
 
 
@@ -222,23 +223,27 @@ def noise(keys: Keys, step: Tensor, offset: tuple[int, ...], size: tuple[int, ..
     ``step`` is an int32 scalar tensor, so that a compiled graph does not depend on its value.
     """
     row, column = (_mix(step ^ key) + first for key, first in zip(keys, (*offset, 0)[:2], strict=True))
-    return _noise_from(row, column, size, device)
+    return _noise_from(row, column, *(_numbers(count, device) for count in size))
 
 
-def _noise_from(row: Tensor, column: Tensor, size: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return ``noise`` from the numbers at which rows and columns begin, int32 scalars (``start_of_noise``)."""
-    rows = _mix(_numbers(size[0], device) + row)
-    if len(size) == 1:
+def _noise_from(row: Tensor, column: Tensor, rows: Tensor, columns: Tensor | None = None) -> Tensor:
+    """Return ``noise`` from the numbers at which rows and columns begin, int32 scalars (``start_of_noise``).
+
+    ``rows``, ``columns`` (of a matrix): 0, 1, ..., int32.
+    """
+    rows = _mix(rows + row)
+    if columns is None:
         return _mix(rows ^ _mix(column)) & _LOW_16
-    return _mix(rows[:, None] ^ _mix(_numbers(size[1], device) + column)) & _LOW_16
+    return _mix(rows[:, None] ^ _mix(columns + column)) & _LOW_16
 
 
-def round_with_noise(values: Tensor, starts: Tensor) -> Tensor:
+def round_with_noise(values: Tensor, starts: Tensor, *numbers: Tensor) -> Tensor:
     """Round a rectangle by ``round_stochastically`` with its ``noise``, as one function for a compiler.
 
-    ``starts``: ``start_of_noise``, int32 [2], on the device of ``values``.
+    ``starts``: ``start_of_noise``, int32 [2]. ``numbers``: 0, 1, ..., int32, for each dimension. All are on the device
+    of ``values``.
     """
-    return round_stochastically(values, _noise_from(starts[0], starts[1], tuple(values.shape), values.device))
+    return round_stochastically(values, _noise_from(starts[0], starts[1], *numbers))
 
 
 def start_of_noise(keys: Keys, step: int, offset: tuple[int, ...]) -> tuple[int, int]:
@@ -268,6 +273,10 @@ def stream(seed: int, kind: str, name: str) -> Keys:
 
 def _numbers(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, dtype=torch.int32, device=device)
+
+
+_kept_numbers = cache(_numbers)
+"""Ranges in memory: Inductor of torch 2.11 makes int64 of a range whose size is dynamic."""
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -293,14 +293,15 @@ def test_one_graph_for_all_steps() -> None:
 CASES = [((40, 24), (7, 5)), ((3, 24), (1 << 20, 0)), ((50,), (9,)), ((64, 32), (0, 0))]
 
 
-def _cases() -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Values, the start of their noise, and the rounded values."""
+def _cases() -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
+    """The inputs of ``round_with_noise``, and the rounded values."""
     generator = torch.Generator().manual_seed(0)
     for (size, offset), step in itertools.product(CASES, (0, 17, 1 << 24)):
         values = torch.randn(size, generator=generator)
         values.view(-1)[:2] = torch.tensor([float("inf"), float("nan")])
         expected = round_stochastically(values, made(step, offset=offset, size=size))
-        yield values, torch.tensor(start_of_noise(KEYS, step, offset), dtype=torch.int32), expected
+        starts = torch.tensor(start_of_noise(KEYS, step, offset), dtype=torch.int32)
+        yield (values, starts, *(torch.arange(count, dtype=torch.int32) for count in size)), expected
 
 
 def _same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -308,7 +309,7 @@ def _same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def test_rounding_in_one_function_has_the_same_bits() -> None:
-    assert all(_same(round_with_noise(values, starts), expected) for values, starts, expected in _cases())
+    assert all(_same(round_with_noise(*inputs), expected) for inputs, expected in _cases())
 
 
 @pytest.mark.slow
@@ -321,4 +322,4 @@ def test_compiled_rounding_has_the_same_bits() -> None:
 def _compiled_is_equal(_: int) -> bool:
     fused = CudaKernels(compiled=True).fuse(round_with_noise)
     assert fused is not None
-    return all(_same(fused(values, starts), expected) for values, starts, expected in _cases())
+    return all(_same(fused(*inputs), expected) for inputs, expected in _cases())
