@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -79,9 +78,7 @@ def run_main(main: Callable[[], int], *, raises_sigterm: bool = False) -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    raise_interrupts()
-    if raises_sigterm:
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    raise_interrupts(at_sigterm=raises_sigterm)
     status: int | str | None
     try:
         try:

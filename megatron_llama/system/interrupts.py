@@ -32,8 +32,13 @@ def exit_on_early_interrupt() -> None:
         signal.signal(signal.SIGINT, leave)
 
 
-def raise_interrupts() -> None:
-    """Raise KeyboardInterrupt at SIGINT, unless an import is in progress: that may print or swallow an exception."""
+def raise_interrupts(*, at_sigterm: bool = False) -> None:
+    """Raise KeyboardInterrupt at SIGINT, unless an import is in progress: that may print or swallow an exception.
+
+    ``at_sigterm``: also at SIGTERM, which a shell's background command takes, other than SIGINT.
+    """
+    if at_sigterm:
+        signal.signal(signal.SIGTERM, _raise_or_leave)
     if signal.getsignal(signal.SIGINT) in (leave, signal.default_int_handler):
         signal.signal(signal.SIGINT, _raise_or_leave)
         exit_on_lost_interrupt(lambda: leave(signal.SIGINT, None))

@@ -56,8 +56,9 @@ def test_a_lost_output_is_no_traceback(body: str, redirection: str, status: int)
     assert (done.returncode, done.stderr) == (status, b""), done.stderr.decode()
 
 
-def test_sigterm_interrupts_a_program_with_processes() -> None:
-    done = run("import os; os.kill(os.getpid(), 15)", "2>&1", options=", raises_sigterm=True")
+@pytest.mark.parametrize("redirection", ["2>&1", "2>&1 & wait $!"], ids=["alone", "in the background"])
+def test_sigterm_interrupts_a_program_with_processes(redirection: str) -> None:
+    done = run("import os; os.kill(os.getpid(), 15)", redirection, options=", raises_sigterm=True")
     assert (done.returncode, done.stdout) == (130, b"-c: stopped: interrupted\n")
 
 
