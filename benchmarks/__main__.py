@@ -28,7 +28,6 @@ COMMANDS = (
     "collectives",
     "data",
     "stream",
-    "host_time",
     "plan",
     "planner.published",
     "planner.fit_planner",
