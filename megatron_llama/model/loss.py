@@ -280,7 +280,7 @@ def _by_chunks(
         hide_padding(scores, spec.valid)
         if correct is not None:
             correct[chunk] = _is_largest(scores, labels[chunk], spec.group)
-        losses[chunk] = _softmax(scores, labels[chunk], loss_weights[chunk], spec)
+        losses[chunk] = _losses_and_gradients(scores, labels[chunk], loss_weights[chunk], spec)
         grad_logits = logits.copy_(scores) if upcasts else logits
         if sums is not None and one_chunk:
             torch.mm(grad_logits.t(), x, out=sums)
@@ -304,36 +304,36 @@ def _is_largest(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None)
     return all_correct.gather(0, maxima.argmax(0, keepdim=True)).squeeze(0)
 
 
-def _softmax(logits: Tensor, labels: Tensor, loss_weights: Tensor, spec: LossSpec) -> Tensor:
-    """Return losses [n], fp32: cross entropy and z-loss.
+def _losses_and_gradients(logits: Tensor, labels: Tensor, loss_weights: Tensor, spec: LossSpec) -> Tensor:
+    """Return the losses [n], fp32 (cross entropy and z-loss), and overwrite logits [n, vocabulary/t] with the gradients
+    of the weighted losses.
 
-    Overwrite logits [n, vocabulary/t] by the gradients of the weighted losses.
     One collective: a row's softmax over all ranks is this rank's softmax times this rank's share of the sum of
     exponentials.
     """
     here = (labels >= 0) & (labels < logits.shape[1])
     label_index = torch.arange(len(labels), device=labels.device), torch.where(here, labels, 0)
-    target = logits[label_index].float()  # before ``statistics``, which may overwrite the logits
+    local_label_logit = logits[label_index].float()  # before ``statistics``, which may overwrite the logits
     local_max, total = spec.softmax.statistics(logits)
     scale = 1 / total  # of this rank's exponentials
-    largest, label = local_max, target * here
+    global_max, label_logit = local_max, local_label_logit * here
     if spec.group is not None:
         ranks = local_max.new_empty(dist.get_world_size(spec.group), 3, len(logits))
-        dist.all_gather_into_tensor(ranks, torch.stack((local_max, total, label))[None], group=spec.group)
-        maxima, totals, targets = ranks.unbind(1)
-        largest = maxima.amax(0)
-        total = (totals * (maxima - largest).exp()).sum(0)
-        label = targets.sum(0)
-        scale = (local_max - largest).exp() / total
-    log_sum = total.log() + largest
-    losses = log_sum - label
+        dist.all_gather_into_tensor(ranks, torch.stack((local_max, total, label_logit))[None], group=spec.group)
+        maxima, totals, label_logits = ranks.unbind(1)
+        global_max = maxima.amax(0)
+        total = (totals * (maxima - global_max).exp()).sum(0)
+        label_logit = label_logits.sum(0)
+        scale = (local_max - global_max).exp() / total
+    log_sum = total.log() + global_max
+    losses = log_sum - label_logit
     if spec.z_loss:
         penalty = spec.z_loss * log_sum
         losses += penalty * log_sum
         scale = scale * (1 + 2 * penalty)  # the derivative of log_sum + z_loss * log_sum^2
     spec.softmax.write_softmax(logits, local_max, scale * loss_weights)
     # bf16 is too coarse near probability 1: round the label's gradient once, after the subtraction.
-    of_label = ((target - local_max).exp() * scale - 1) * loss_weights
+    of_label = ((local_label_logit - local_max).exp() * scale - 1) * loss_weights
     logits[label_index] = torch.where(here, of_label.to(logits.dtype), logits[label_index])
     return losses
 

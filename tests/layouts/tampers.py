@@ -126,13 +126,13 @@ def last_chunk_of_the_head_lost(model: ParallelModel) -> None:
 
 
 def loss_weights_only_in_the_loss(model: ParallelModel) -> None:
-    original = loss._softmax
-    loss._softmax = lambda logits, labels, weights, *how: original(logits, labels, torch.ones_like(weights), *how)
+    original = loss._losses_and_gradients
+    loss._losses_and_gradients = lambda x, labels, weights, *how: original(x, labels, torch.ones_like(weights), *how)
 
 
 def softmax_of_each_rank_alone(model: ParallelModel) -> None:
-    original = loss._softmax
-    loss._softmax = lambda logits, labels, weights, spec: original(logits, labels, weights, replace(spec, group=None))
+    original = loss._losses_and_gradients
+    loss._losses_and_gradients = lambda x, ids, weights, spec: original(x, ids, weights, replace(spec, group=None))
 
 
 def head_gradient_not_summed(model: ParallelModel) -> None:

@@ -36,7 +36,7 @@ def test_losses_and_gradients_are_those_of_fp64(softmax: SoftmaxKernels, dtype: 
     assert exact.grad is not None
     # If the kernels need fp32, the caller rounds the gradients.
     grads = logits.float() if softmax.needs_fp32 else logits
-    losses = loss._softmax(grads, labels, weights, LossSpec(50, None, False, softmax, z_loss=z_loss))
+    losses = loss._losses_and_gradients(grads, labels, weights, LossSpec(50, None, False, softmax, z_loss=z_loss))
     torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=2e-6)
     rounding = 2**-8 if grads.dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(grads.double(), exact.grad, rtol=rounding, atol=1e-8)
@@ -57,11 +57,10 @@ def test_labels_of_other_ranks_change_no_gradient() -> None:
     torch.manual_seed(0)
     whole = torch.randn(6, 20)
     expected = whole.softmax(1) / 6
+    labels, weights = torch.tensor([-20, -1, 20, 29, 25, -5]), torch.full((6,), 1 / 6)
     for softmax in (IN_PLACE, fused_softmax(uncompiled)):
         logits = whole.clone()
-        loss._softmax(
-            logits, torch.tensor([-20, -1, 20, 29, 25, -5]), torch.full((6,), 1 / 6), LossSpec(20, None, False, softmax)
-        )
+        loss._losses_and_gradients(logits, labels, weights, LossSpec(20, None, False, softmax))
         torch.testing.assert_close(logits, expected)
 
 

@@ -133,7 +133,7 @@ bug(
     test=f"{LAYOUT}[tp2]",
 )
 def exponentials_of_gathered_logits(patch: pytest.MonkeyPatch) -> None:
-    softmax = loss._softmax
+    softmax = loss._losses_and_gradients
 
     def counted(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, spec: loss.LossSpec) -> Any:
         ranks = 1 if spec.group is None else torch.distributed.get_world_size(spec.group)
@@ -144,7 +144,7 @@ def exponentials_of_gathered_logits(patch: pytest.MonkeyPatch) -> None:
 
         return softmax(logits, labels, weights, replace(spec, softmax=spec.softmax._replace(statistics=statistics)))
 
-    patch.setattr(loss, "_softmax", counted)
+    patch.setattr(loss, "_losses_and_gradients", counted)
 
 
 bug(

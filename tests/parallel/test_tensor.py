@@ -80,7 +80,7 @@ def _check_softmax(rank: int, spec: LossSpec) -> None:
         assert whole.grad is not None
         results.append((losses.detach(), whole.grad[:, columns]))
     local = logits[:, columns].contiguous()
-    losses = loss._softmax(local, labels - columns.start, weights, spec)
+    losses = loss._losses_and_gradients(local, labels - columns.start, weights, spec)
     for actual, fp32, exact in zip((losses, local), *results, strict=True):
         _assert_as_exact_as_fp32(actual, fp32, exact)
 
