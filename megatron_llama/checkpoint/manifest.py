@@ -6,8 +6,10 @@ import hashlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ class State:
     step: int
     """Completed steps."""
     consumed_samples: int
-    """RunPosition in the data, in samples."""
+    """Samples consumed, also the number of the next sample."""
     optimizer: str
     """Name of the optimizer."""
     updates: int
@@ -190,8 +192,13 @@ def _tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, int], block
     shape, dtype = parse_shape(entry["shape"]), DTYPES[entry["dtype"]]
     chunks = [_chunk(name, chunk, dtype.itemsize, shape, files, block_bytes) for chunk in entry["chunks"]]
     held = sum(math.prod(chunk.size) for chunk in chunks)
-    if held != math.prod(shape) or len({chunk.offset for chunk in chunks}) != len(chunks):
-        raise CorruptFile(f"has {held} of {math.prod(shape)} values of {name}")
+    # If each corner of the tensor and the chunks occurs an even number of times, the chunks contain each value an odd
+    # number of times: at least once, and by their total size exactly once.
+    boxes = [[(0, n) for n in shape], *([(o, o + n) for o, n in zip(c.offset, c.size, strict=True)] for c in chunks)]
+    corners = Counter(corner for box in boxes for corner in product(*box))
+    if held != math.prod(shape) or any(count % 2 for count in corners.values()):
+        overlap = ", some twice" * (held == math.prod(shape))
+        raise CorruptFile(f"has {held} of {math.prod(shape)} values of {name}{overlap}")
     return ChunkedTensor(dtype, shape, chunks)
 
 

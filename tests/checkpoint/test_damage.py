@@ -254,20 +254,19 @@ def test_no_name_leads_out_of_the_folder(copy: Path, tmp_path: Path, name: objec
         find_checkpoint(copy / "checkpoints" if name != 7 else tmp_path)
 
 
-MANIFESTS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "shape": lambda body: body["tensors"][NORM].update(shape=[]),
-    "scalar": lambda body: body["tensors"][NORM].update(
-        shape=[], chunks=[{**body["tensors"][NORM]["chunks"][0], "offset": [], "size": []}]
-    ),
-    "dtype": lambda body: body["tensors"][NORM].update(dtype="F8"),
-    "no hashes": lambda body: body["tensors"][NORM]["chunks"][0].update(hashes=[]),
-    "short hash": lambda body: body["tensors"][NORM]["chunks"][0].update(hashes=["ab"]),
+MANIFESTS: dict[str, Callable[[dict[str, Any], dict[str, Any], dict[str, Any]], None]] = {
+    "shape": lambda _, norm, chunk: norm.update(shape=[]),
+    "scalar": lambda _, norm, chunk: norm.update(shape=[], chunks=[{**chunk, "offset": [], "size": []}]),
+    "dtype": lambda _, norm, chunk: norm.update(dtype="F8"),
+    "no hashes": lambda _, norm, chunk: chunk.update(hashes=[]),
+    "short hash": lambda _, norm, chunk: chunk.update(hashes=["ab"]),
+    "overlap": lambda _, norm, chunk: norm.update(chunks=[{**chunk, "offset": [n], "size": [16]} for n in (0, 1)]),
     **{
-        f"{name} {value}": lambda body, name=name, value=value: body["state"]["settings"]["data"].update({name: value})
+        f"{name} {value}": lambda body, *_, n=name, to=value: body["state"]["settings"]["data"].update({n: to})
         for name, value in (("seq_length", None), ("seq_length", "8"), ("tokenizer", 3))
     },
     **{
-        f"settings {value}": lambda body, value=value: body["state"].update(settings=value)
+        f"settings {value}": lambda body, *_, to=value: body["state"].update(settings=to)
         for value in (None, [], "x", {"data": None}, {"model": 1}, {"finetune": []})
     },
 }
@@ -280,7 +279,7 @@ def test_invalid_manifests_are_refused(trained: tuple[Path, Run], tmp_path: Path
     body = json.loads((folder / NAME).read_text())
     _write_body(tmp_path, body)
     read_manifest(tmp_path)
-    change(body)
+    change(body, body["tensors"][NORM], body["tensors"][NORM]["chunks"][0])
     _write_body(tmp_path, body)
     with pytest.raises(CorruptFile, match=NAME):
         read_manifest(tmp_path)
@@ -391,9 +390,8 @@ def test_the_scripts_statuses(
     main = importlib.import_module(f"scripts.{script}").main
 
     def status(checkpoint: Path, out: str) -> int:
-        monkeypatch.setattr(
-            "sys.argv", [script, str(checkpoint), *([str(tmp_path / out)] if script == "export_hf" else [])]
-        )
+        argv = [script, str(checkpoint), *([str(tmp_path / out)] if script == "export_hf" else [])]
+        monkeypatch.setattr("sys.argv", argv)
         return main()
 
     assert status(copy, "good") == 0  # a run's folder means its newest checkpoint
