@@ -63,10 +63,11 @@ class ShardOptimizer(torch.optim.Optimizer):
         return {}
 
     def revert_step_count(self) -> None:
-        """Remove the last ``step`` from the numbers of updates, since the device skipped it."""
+        """Remove the last, skipped ``step`` from the step counts. Call it before the gradients are freed."""
         if not self.counts_on_device:
-            for state in self.state.values():
-                state["step"] -= 1
+            for weight, state in self.state.items():
+                if weight.grad is not None:  # others were not counted
+                    state["step"] -= 1
 
     def extra_states(self) -> dict[str, Tensor]:
         """Return copies of the tensors that belong to this rank, not to a weight, by name (without dots)."""
