@@ -66,11 +66,10 @@ def run_schedule(
         return output, lambda loss: (loss[0] if metrics else loss, batch.loss_mask.sum().int(), loss.detach())
 
     contexts = [no_sync_func(chunk, trainer.zero, copies) for chunk, copies in zip(chunks, compute_copies, strict=True)]
-    config = chunks[0].config
-    config.no_sync_func = None
     if train and contexts[0] is not None:  # the interleaved schedule takes one for each chunk
-        config.no_sync_func = contexts if trainer.vpp > 1 else contexts[0]
+        chunks[0].config.no_sync_func = contexts if trainer.vpp > 1 else contexts[0]
     losses = _run(chunks, plan, forward_step, microbatches, microbatches[0].tokens.shape, train)
+    chunks[0].config.no_sync_func = None  # without a backward pass, 1F1B would enter it and not leave it
     device = microbatches[0].tokens.device
     shape = (1 + len(metrics),) if metrics else () if train else (2,)
     return torch.stack(losses).sum(dim=0) if losses else torch.zeros(shape, device=device)
