@@ -202,7 +202,7 @@ def build_muon(inputs: OptimizerInputs) -> ShardOptimizer:
     plan, optim = inputs.plan, inputs.plan.config.optim
     assert optim.matrix_lr is not None, "resolve derives it"
     group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    current_groups().add("dp" if plan.data_ranks > 1 else "tp", group)
+    current_groups().label("dp" if plan.data_ranks > 1 else "tp", group)
     place = plan.topology(dist.get_rank()).place
     numbers: dict[str, Any] = {
         **inputs.hyperparameters,

@@ -59,18 +59,18 @@ class DataGroups(NamedTuple):
 
 
 def data_groups(topology: Topology, device_type: str, plan: Plan, groups: Groups) -> DataGroups:
-    """Create this rank's data-parallel groups and add them to ``groups``. A collective over all ranks."""
+    """Create this rank's data-parallel groups and label them in ``groups``. A collective over all ranks."""
     trainer, size = plan.config.trainer, topology.shard_size
     replicas = topology.grid.product(*topology.grid.same_weights) // size
 
     def cut(**parts: int) -> DeviceMesh:
-        """Create a mesh of all ranks. ``parts``, the slowest first, replace the axes with the same weights."""
+        """Create a mesh of all ranks. ``parts``, the slowest first, replace dp and cp, which are adjacent in AXES."""
         shape: dict[str, int] = {}
         for axis in reversed(AXES):
-            shape |= parts if axis.same_weights else {axis.name: topology.sizes[axis.name]}
+            shape |= parts if axis.same_weights else {axis.name: topology.sizes[axis.name]}  # at cp: no change
         mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
         for part in parts:
-            groups.add("dp", mesh.get_group(part))
+            groups.label("dp", mesh.get_group(part))
         return mesh
 
     def split(inside: int) -> Hops:
@@ -78,7 +78,6 @@ def data_groups(topology: Topology, device_type: str, plan: Plan, groups: Groups
         return Hops(parts.get_group("inside"), parts.get_group("across"))
 
     mesh = cut(replicate=replicas, shard=size)
-
     secondary = split(trainer.secondary_group).inside if trainer.secondary_group else None
     hops = split(trainer.reduce_group) if trainer.reduce_group else None
     if replicas == 1 or plan.config.optim.row.sums_gradients:

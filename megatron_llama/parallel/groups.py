@@ -36,23 +36,23 @@ class Groups:
             # In another order gradients would be reduced over ranks with other weights.
             expected = topology.grid.ranks(topology.rank, axis.name)
             assert dist.get_process_group_ranks(group) == expected, f"megatron-core orders {axis.name} differently"
-            self._groups[axis.name] = self.add(axis.name, group)
-        self.add("dp", parallel_state.get_data_parallel_group(with_context_parallel=True))
+            self._groups[axis.name] = self.label(axis.name, group)
+        self.label("dp", parallel_state.get_data_parallel_group(with_context_parallel=True))
         self.embedding: dist.ProcessGroup | None = parallel_state.get_embedding_group(check_initialized=False)
         """First and last pipeline stage, which share tied embeddings. None on other stages."""
         if self.embedding is not None:
-            self.add("pp", self.embedding)
+            self.label("pp", self.embedding)
 
     def __getitem__(self, axis: str) -> dist.ProcessGroup:
         return self._groups[axis]
 
-    def add(self, axis: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Register a group under ``axis`` for ``axis_of`` (reports, traffic counts), and return it."""
+    def label(self, axis: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """Label a group as traffic of ``axis`` for ``axis_of``, and return it. ``groups[axis]`` does not change."""
         self._axes[group.group_name] = axis
         return group
 
     def axis_of(self, group: dist.ProcessGroup) -> str | None:
-        """Return the axis that ``group`` is registered under."""
+        """Return the axis that ``group`` is labeled with (for reports and traffic counts); None for other groups."""
         return self._axes.get(group.group_name)
 
 
@@ -67,7 +67,7 @@ def current_groups() -> Groups:
 
 
 def axis_of(group: dist.ProcessGroup) -> str | None:
-    """Return the axis of a collective in ``group``: tp, ..., or world. None for an unregistered group."""
+    """Return the axis of a collective in ``group``: tp, ..., or world. None for a group without a label."""
     world = dist.group.WORLD
     if world is None or group.group_name != world.group_name:
         return None if _current is None else _current.axis_of(group)

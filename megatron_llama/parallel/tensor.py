@@ -43,7 +43,7 @@ class ReplicatedGradients:
         # The neighbours that share this rank's kv head: tp varies fastest, and the number of copies divides tp.
         # new_subgroups is a collective over all ranks.
         copies = kv_copies(plan.model, topology.sizes["tp"])
-        self.kv_group = groups.add("tp", dist.new_subgroups(copies)[0]) if copies > 1 else None
+        self.kv_group = groups.label("tp", dist.new_subgroups(copies)[0]) if copies > 1 else None
 
     def group_of(self, name: str) -> dist.ProcessGroup | None:
         """Return the ranks over which a whole parameter is summed, by its name without ``.weight``."""
@@ -72,7 +72,7 @@ class ReplicatedGradients:
             sum_together(grads, group)
 
     def total_loss(self, means: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``means`` over all ranks."""
+        """Return the global batch's means: the sum over all ranks, with equal parts of tensor-parallel ranks once."""
         # Tensor-parallel ranks of the last stage have the same value, context-parallel ranks have parts of the sum, and
         # other stages have zeros.
         means = means / self.copies_of_loss
