@@ -25,12 +25,10 @@ def gradient_norm(
     the sum of the ranks' squared norms, which is not finite if one of them is not.
     """
     with_gradient = [(s, s.grad) for s in shards if s.grad is not None]
-    parts = [(s, part) for s, grad in with_gradient for part in s.owned(grad, every_replica=unreduced)]
-    same_dtype = [part for s, part in parts if part.dtype == s.parameter.dtype]
-    low_precision = [part for s, part in parts if part.dtype != s.parameter.dtype]  # Storage.keeps_bf16_grads
-    if exact:
-        return _exact_norm(same_dtype + low_precision, device)
-    return _global_norm(_norms(same_dtype + low_precision, device), device)
+    owned = [(s, part) for s, grad in with_gradient for part in s.owned(grad, every_replica=unreduced)]
+    # Low precision (Storage.keeps_bf16_grads) is last. Another order would change the last bits of the sum.
+    parts = [part for s, part in sorted(owned, key=lambda pair: pair[1].dtype != pair[0].parameter.dtype)]
+    return _exact_norm(parts, device) if exact else _global_norm(_norms(parts, device), device)
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ class Optimizer:
 
     model: ParallelModel
     inner: ShardOptimizer
-    """The torch optimizer. Its parameters are views of the shards' local tensors, so fused kernels work."""
+    """The torch optimizer. Its parameters are views of the shards' local tensors, or with ``on_host`` host copies."""
     scheduler: Any
     clip: float | None
     on_host: bool = False
@@ -55,13 +55,13 @@ class Optimizer:
         self.advance()
 
     def update(self, norm: torch.Tensor, skip: torch.Tensor | None = None) -> None:
-        """Clip by ``norm`` and update the weights.
+        """Clip by ``norm`` and update the weights. ``inner`` clips if it ``takes_factor``, else this method, in place.
 
         Args:
             norm: fp32 scalar, global gradient norm.
-            skip: bool scalar on the device. Where it is true, weights, states and gradients keep their values. The
-                caller passes the result to ``advance``. If ``skips_on_device``, the host does not wait. Otherwise it
-                reads ``skip`` on the host: one sync.
+            skip: bool scalar on the device. Where it is true, weights, states and gradients keep their values. If
+                ``skips_on_device``, kernels read it. Otherwise the host reads it, with a sync: ``_step_on_host`` if
+                ``on_host``, else this method, which returns early. The caller passes the result to ``advance``.
         """
         if skip is not None and not self.skips_on_device and not self.on_host:
             if skip:
@@ -201,16 +201,12 @@ def decays(name: str) -> bool:
 
 def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
     """Build the configured optimizer and schedule."""
-    optim, trained = plan.config.optim, model.trained
+    optim, trained, name = plan.config.optim, model.trained, plan.config.device.name
     on_host = "optimizer" in plan.config.trainer.offload
     values = [s.local for s in trained]
     values = to_host(values, model.device) if on_host else values
     # In a rehearsal the tensors are not on the plan's device.
-    kind = (
-        devices.device_named(plan.config.device.name)
-        if plan.config.device.name in devices.NAMES
-        else devices.of(model.device)
-    )
+    kind = devices.device_named(name) if name in devices.NAMES else devices.of(model.device)
     holder = devices.device_named(devices.HOST) if on_host else devices.of(model.device)
     views = [nn.Parameter(value) for value in values]
     if plan.storage.keeps_bf16_grads:
