@@ -172,7 +172,7 @@ class Checkpointer:
         self._compared = step
 
     def finish(self, step: int) -> None:
-        """Save the last step and wait until all files are on disk."""
+        """Save the last step (``checkpoint.save_last``) and wait until all files are on disk."""
         phase.enter(f"saving step {step}, the last", phase.PATIENT)
         if self.plan.config.checkpoint.save_last:
             self._save(step)

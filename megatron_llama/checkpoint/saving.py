@@ -43,18 +43,16 @@ class SaveFailed(MachineError):
 
 
 class Saver:
-    """Writes this rank's file of checkpoints in a thread.
+    """Saves this rank's part of a checkpoint in three stages: copy to host memory, write a file, publish (rank 0).
 
-    All ranks write their files; after the last one, rank 0 publishes the checkpoint. If a rank fails, all write their
-    files again, until the checkpoint is given up after ``checkpoint.save_timeout_seconds``. Ranks exchange their
-    progress in ``advance``, which all ranks call from the main thread.
+    A thread executes the last two. A stage begins once all ranks have finished the one before: they exchange their
+    progress in ``advance``, which all call from the main thread. If a rank fails, all write their files again, until
+    the checkpoint is given up after ``checkpoint.save_timeout_seconds``.
     """
 
     def __init__(self, checkpoints: Path, rank: int, device: torch.device, settings: CheckpointConfig) -> None:
         self.checkpoints, self.rank, self.device, self.settings = checkpoints, rank, device, settings
         self._usual = checkpoints
-        self.blocked_seconds = 0.0
-        """Seconds for which the last ``start`` blocked training."""
         self._staging: dict[str, Rectangles] = {}
         self._state: State | None = None
         self._publishing = False
@@ -75,13 +73,11 @@ class Saver:
     def start(self, tensors: dict[str, Rectangles], state: State) -> None:
         """Copy ``tensors`` to host memory and start to write them. A collective."""
         self.wait()
-        begin = time.perf_counter()
         self._copy(tensors)
         self._state, self.lost = state, None
         self._begin(state)
         if not self.settings.asynchronous:
             self.wait()
-        self.blocked_seconds = time.perf_counter() - begin
 
     def advance(self, stop: bool = False, due: bool = False) -> tuple[bool, bool]:
         """Start the next stage if all ranks have finished theirs. A collective.
