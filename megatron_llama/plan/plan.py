@@ -147,12 +147,12 @@ class Plan:
     def copies(self) -> list[str]:
         """Tensors that several ranks hold in copies: a name for each different group of ranks with the same copies."""
         trainer, model = self.config.trainer, self.model
-        heads = kv_copies(model, trainer.tp)
+        copies_of_kv_head = kv_copies(model, trainer.tp)
         groups = {
             "data-parallel replicas": self.data_ranks > self.shard_size,
-            "norms": trainer.tp > 1 and heads < trainer.tp,
-            "norms and kv heads": 1 < heads == trainer.tp,
-            "kv heads": 1 < heads < trainer.tp,
+            "norms": trainer.tp > 1 and copies_of_kv_head < trainer.tp,
+            "norms and kv heads": 1 < copies_of_kv_head == trainer.tp,
+            "kv heads": 1 < copies_of_kv_head < trainer.tp,
             "tied embeddings": model.tie_word_embeddings and trainer.pp > 1,
         }
         return [name for name, has_copies in groups.items() if has_copies]
@@ -165,7 +165,7 @@ class Plan:
     @property
     def storage(self) -> Storage:
         """Storage of parameters and gradients on a rank."""
-        trainer, precision, kind = self.config.trainer, self.precision, SHARDS
+        trainer, precision, tied, kind = self.config.trainer, self.precision, self.model.tie_word_embeddings, SHARDS
         dtypes = {precision.param_dtype, precision.compute_dtype, precision.grad_accum_dtype, self.frozen_dtype}
         if self.data_ranks == 1 and len(dtypes) == 1:
             kind = PLAIN
@@ -176,7 +176,9 @@ class Plan:
         device = find_device(self.config.device.name)
         on_device = device is not None and device.keeps_bf16_grads and "optimizer" not in trainer.offload
         keeps_bf16_grads = alone and on_device and not self.config.optim.row.sums_gradients and not trainer.exact
-        return Storage(kind, one_micro_batch, keeps_bf16_grads, alone, self.model.tie_word_embeddings)
+        return Storage(
+            kind, one_micro_batch=one_micro_batch, keeps_bf16_grads=keeps_bf16_grads, frees_embedding=alone, tied=tied
+        )
 
     @property
     def batches(self) -> BatchSchedule:
