@@ -190,6 +190,8 @@ class Data:
     def resume(self, record: Record, start: RunPosition) -> None:
         """Resume at ``start`` from a checkpoint's record. All ranks must call it, before the first batch.
 
+        Sets first the schedule's start, then the curriculum's levels, then the samples, which follow from the levels.
+
         Raises:
             ConfigError: on all ranks.
         """

@@ -67,7 +67,8 @@ class AttentionInputs(NamedTuple):
 
     pattern: Pattern
     kernel: str
-    """``tiles``, ``varlen`` or ``mask``: see ``Device.attention``."""
+    """``tiles`` (a call per visible rectangle of the scores), ``varlen`` (one call for all documents) or ``mask`` (all
+    scores, with a dense mask); see ``Device.attention``."""
     lengths: Lengths | None = None
     """Lengths of the documents; None inside compiled blocks."""
     host_cu_seqlens: Tensor | None = None

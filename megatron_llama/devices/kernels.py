@@ -11,9 +11,9 @@ the graph of one block for the next. Attention takes these paths:
     random-LTD subset of  dense mask        dense mask       dense mask       dense mask
     window, block-sparse
 
-    (1) fp32 and bf16, heads a multiple of 32, at most 16,384 tokens, and a C++ compiler; else as eager.
+    (1) fp32 and bf16, head dimension a multiple of 32, at most 16,384 tokens, and a C++ compiler; else as eager.
     (2) at lengths where it is faster (devices/cpu/attention.py); else torch's SDPA.
-    (3) 16-bit formats, heads a multiple of 8 and at most 256; else tiles.
+    (3) 16-bit formats, head dimension a multiple of 8 and at most 256; else tiles.
     (4) with Transformer Engine, cuDNN for whole sequences, documents and windows (cuda/transformer_engine.py);
         in fp32 with grouped heads, tiles.
 

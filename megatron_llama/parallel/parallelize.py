@@ -70,7 +70,7 @@ class ParallelModel:
 
         Returns:
             Mean loss per token with loss, fp32 scalar, the same on all ranks. With pairs of answers, the mean loss per
-            pair and ``finetune.metrics``, fp32 [1 + metrics].
+            pair: with ``train`` followed by ``finetune.metrics``, fp32 [1 + metrics], otherwise a scalar.
         """
         return self._pass(microbatches, counts, train=True) if train else self.evaluate(microbatches, counts)[0]
 
@@ -192,13 +192,13 @@ def build_model(
         device.require_float8()
     mcore, groups = mcore_config(plan), current_groups()
     with group_defaults(trainer):
-        exchange = data_groups(topology, torch_device.type, plan, groups)
+        data_parallel = data_groups(topology, torch_device.type, plan, groups)
         replicated = ReplicatedGradients(plan, topology, groups)
-    exact = ExactSums(plan, topology, groups, exchange, replicated) if trainer.exact else None
+    exact = ExactSums(plan, topology, groups, data_parallel, replicated) if trainer.exact else None
     if compiler is None and device.compiles_code(plan.config):
         enter_folder(plan, device)
     kernels = device.kernels(compiled=compiler is not None)
-    build = Build(plan, topology, kernels, groups, exchange, exact, compiler)
+    build = Build(plan, topology, kernels, groups, data_parallel, exact, compiler)
     parts = block_parts(build)
     chunks, shards, compute_copies = list[Llama](), list[Shard](), list[ComputeCopies | None]()
     for stage in topology.virtual_stages():
@@ -254,7 +254,7 @@ def init_magnitudes(model: ParallelModel) -> None:
     """
     if not model.plan.config.finetune.use_dora:
         return
-    # Each rank has the same names, because shards of the magnitudes and of the matrices have other rows.
+    # By all names of the stage, not by this rank's: it may hold rows of a matrix and other rows of its magnitudes.
     squares = {name: torch.zeros(rows, device=model.device) for name, rows in _target_rows(model).items()}
     for shard in model.shards:
         for part in shard.rectangles:

@@ -44,7 +44,7 @@ def train(
 
     Raises:
         SystemExit: Status 75, after a stop signal on any rank, once all ranks have saved.
-        TrainingFault: A loss or gradient is not finite, or copies of a weight or state differ.
+        TrainingFault: A loss or gradient is not finite, no gradient reached a weight, or copies of a tensor differ.
         ConfigError: An epoch, the run or a validation has no label. On all ranks.
     """
     trainer = plan.config.trainer
@@ -176,7 +176,7 @@ def training_step(
         check_every_gradient(model.shards)
     norm = optimizer.gradient_norm()
     optimizer.update(norm, skip=guard.rejects(loss, norm))
-    # The only sync with the device in a step, after all its work (if the optimizer can skip on the device).
+    # The only sync with the device in this function, if the optimizer can skip on the device and without QK-Clip.
     (mean_loss, gradient_norm, *means), (with_loss, tokens, attended) = read_scalars((loss, norm, *values), counts)
     metrics = {
         "step": step,

@@ -1,4 +1,4 @@
-"""Checks of training: finite loss and gradients, labels, a gradient for each weight, equal copies of weights."""
+"""Checks of training: finite loss and gradients, labels, a gradient for each weight."""
 
 from __future__ import annotations
 
