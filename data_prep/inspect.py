@@ -75,7 +75,7 @@ def decoded(
     if not path or (not model and not os.path.exists(path)):
         yield "(no tokenizer to decode it: write --tokenizer-model PATH)"
         return
-    from data_prep.lib.encoders import load_encoder
+    from data_prep.lib.tokenizer_backends import load_encoder
     from megatron_llama.config.hf_config import resolve_hub_name
 
     library = (manifest or {}).get("options", {}).get("tokenizer_library", "sentencepiece")

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from data_prep.lib.blocks import START, BlockPosition
-from data_prep.lib.encoders import Encoder, EncoderMismatch
 from data_prep.lib.encoding_run import (
     EncodingRun,
     FinishedPart,
@@ -31,6 +30,7 @@ from data_prep.lib.encoding_run import (
     write_outputs,
 )
 from data_prep.lib.job import PrepareJob, RunOptions
+from data_prep.lib.tokenizer_backends import Encoder, EncoderMismatch
 from data_prep.lib.workspace import KeyCounts, Ledger, Locked, Workspace
 from megatron_llama.corpus.indexed_format import CHUNK, MASK_DTYPE, IndexedDataset, token_dtype
 from megatron_llama.system.errors import MachineError, UserError

@@ -21,22 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.lib.blocks import (
-    START,
-    BlockEncoder,
-    BlockPosition,
-    ExampleEncoder,
-    Slots,
-    TextBlock,
-    TextEncoder,
-    cut_blocks,
-)
-from data_prep.lib.encoders import Encoder
+from data_prep.lib.block_encoders import BlockEncoder, ExampleEncoder, TextEncoder
+from data_prep.lib.blocks import START, BlockPosition, Slots, TextBlock, cut_blocks
 from data_prep.lib.input_files import QUARANTINE_SUFFIX
 from data_prep.lib.job import BlockResult, PrepareJob, PrepareProgress, RunOptions
 from data_prep.lib.parquet_csv import part_sizes
 from data_prep.lib.pool import Pool
 from data_prep.lib.sources import Source
+from data_prep.lib.tokenizer_backends import Encoder
 from data_prep.lib.workspace import QUARANTINE, KeyCounts, Ledger, Workspace, read_journal, read_prefix
 from megatron_llama.config.data_settings import is_table
 from megatron_llama.corpus.indexed_format import write_index

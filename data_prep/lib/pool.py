@@ -17,7 +17,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
-from data_prep.lib.blocks import BlockEncoder, TextBlock
+from data_prep.lib.block_encoders import BlockEncoder
+from data_prep.lib.blocks import TextBlock
 from data_prep.lib.job import BlockResult
 from megatron_llama.system.errors import MachineError
 from megatron_llama.system.signals import exit_with_parent

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.lib.dataset import make_dataset
-from data_prep.lib.encoders import Encoder, load_encoder
 from data_prep.lib.input_files import TEXT_SUFFIXES, InputFiles, detect_keys, find_sources, sample_texts
 from data_prep.lib.job import ChatFormat, PrepareJob, RunOptions, reject
 from data_prep.lib.records import TEXT
 from data_prep.lib.sources import Source, header_of, with_array
+from data_prep.lib.tokenizer_backends import Encoder, load_encoder
 from megatron_llama.config.data_settings import MASK_SUFFIX, is_table, is_template_file
 from megatron_llama.config.hf_config import resolve_hub_name
 from megatron_llama.config.settings import CHAT_TEMPLATES

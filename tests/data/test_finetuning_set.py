@@ -82,7 +82,8 @@ def _lists(data: SFTDataset, count: int) -> list[Item]:
 def taken_apart(item: Item) -> list[Example]:
     """The examples of a sample; all that is checked of their form on the way."""
     actual, place = [], 0
-    documents = item.get("documents") or [0 if any(pair) else PADDING for pair in _used(item)]
+    used = zip(item["tokens"], item["labels"], strict=True)
+    documents = item.get("documents") or [0 if any(pair) else PADDING for pair in used]
     for number in range(max(documents) + 1):
         size = documents.count(number)
         assert documents[place : place + size] == [number] * size
@@ -94,10 +95,6 @@ def taken_apart(item: Item) -> list[Example]:
     assert documents[place:] == [PADDING] * (LENGTH - place)
     assert not any(item["loss_mask"][place:]), "padding is in the loss"
     return actual
-
-
-def _used(item: Item) -> list[tuple[int, int]]:
-    return list(zip(item["tokens"], item["labels"], strict=True))
 
 
 @pytest.mark.parametrize("pack", [False, True])

@@ -17,7 +17,8 @@ from typing import Any, cast
 import pytest
 
 from data_prep.lib import workspace
-from data_prep.lib.blocks import BlockEncoder, Slots, TextBlock
+from data_prep.lib.block_encoders import BlockEncoder
+from data_prep.lib.blocks import Slots, TextBlock
 from data_prep.lib.job import BlockResult
 from data_prep.lib.pool import Pool
 from megatron_llama.system.errors import MachineError

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from safetensors.torch import save as save_safetensors
 
-from data_prep.lib.blocks import START, BlockEncoder, ExampleEncoder, Slots, TextEncoder, cut_blocks
-from data_prep.lib.encoders import load_encoder
+from data_prep.lib.block_encoders import BlockEncoder, ExampleEncoder, TextEncoder
+from data_prep.lib.blocks import START, Slots, cut_blocks
 from data_prep.lib.input_files import find_sources
 from data_prep.lib.job import ChatFormat, PrepareJob
 from data_prep.lib.sources import with_array
+from data_prep.lib.tokenizer_backends import load_encoder
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.foreign.describe import describe
 from megatron_llama.checkpoint.foreign.detect import open_foreign

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from data_prep.lib import encoders
-from data_prep.lib.encoders import FAST, check_same, first_difference, load_encoder
+from data_prep.lib.tokenizer_backends import FAST, Encode, EncoderMismatch, check_same, first_difference, load_encoder
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.tokenizer import fast_encoder_obstacle, read_model
 from tests.data_prep.helpers import SHARED, Run, assert_refused, outputs, reference, run_script, write_jsonl
@@ -66,18 +65,18 @@ def test_fast_encoders_give_sentencepieces_ids(name: str, model: Path | None, to
 
 def encoder_with(
     monkeypatch: pytest.MonkeyPatch,
-    encode: Callable[[str, encoders.Encode], list[int]] | None,
+    encode: Callable[[str, Encode], list[int]] | None,
     model: Path,
     **more: Any,
 ) -> Any:
     """Load an encoder while each fast encoder is ``encode(text, reference)``, or is not installed."""
 
-    def load(model: object, reference: encoders.Encode) -> encoders.Encode:
+    def load(model: object, reference: Encode) -> Encode:
         if encode is None:
             raise ImportError
         return lambda text: encode(text, reference)
 
-    monkeypatch.setattr(encoders, "_FAST_LOADERS", {name: load for name in FAST})
+    monkeypatch.setattr("data_prep.lib.tokenizer_backends._FAST_LOADERS", {name: load for name in FAST})
     return load_encoder("sentencepiece", str(model), **more)
 
 
@@ -102,7 +101,7 @@ def test_a_wrong_fast_encoder_is_noticed_during_a_run(tokenizer: Path) -> None:
     good = np.array(encoder.reference("hello"))
     check_same(encoder, "hello", good)
     for wrong in (good[:-1], good + 1):
-        with pytest.raises(encoders.EncoderMismatch, match="--encoder sentencepiece"):
+        with pytest.raises(EncoderMismatch, match="--encoder sentencepiece"):
             check_same(encoder, "hello", wrong)
 
 
