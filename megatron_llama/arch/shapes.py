@@ -193,7 +193,7 @@ class StageParameters:
     in_blocks: int = 0
     """Trained parameters whose optimizer states can be in 8 bits."""
     summed: int = 0
-    """Without LoRA, parameters whose gradients are summed over tp or pp ranks (parallel/tensor.py)."""
+    """Without LoRA, parameters whose gradients are summed over tp or pp ranks (parallel/replicated_gradients.py)."""
 
 
 def parameters(model: ModelConfig) -> int:

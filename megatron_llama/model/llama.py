@@ -190,8 +190,8 @@ def _apply(layer: nn.Module, x: Tensor) -> Tensor:
 class Attention(Wrapped):
     """Causal grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245); heads are split over tp ranks.
 
-    With fewer kv heads than ranks, neighbouring ranks hold copies of one kv head. parallel/tensor.py sums their
-    gradients.
+    With fewer kv heads than ranks, neighbouring ranks hold copies of one kv head, whose gradients
+    parallel/replicated_gradients.py sums.
     """
 
     slots = "attend", "rotate"

@@ -33,8 +33,8 @@ from megatron_llama.parallel.exact import ExactSums
 from megatron_llama.parallel.fsdp import allocate, data_groups
 from megatron_llama.parallel.groups import Groups, current_groups, group_defaults
 from megatron_llama.parallel.pipeline import TokenTotals, run_answer_logps, run_logits, run_schedule
+from megatron_llama.parallel.replicated_gradients import ReplicatedGradients
 from megatron_llama.parallel.shards import Shard, shards_of
-from megatron_llama.parallel.tensor import ReplicatedGradients
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 

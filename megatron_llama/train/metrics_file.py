@@ -108,7 +108,7 @@ def read_run_records(path: Path) -> list[dict[str, Any]]:
     return [
         record
         for record, _ in _read(path, REQUIRED_METRICS[:1])[0]
-        if all(_is_metric(record, name) for name in REQUIRED_METRICS)
+        if all(type(record.get(name, "")) in (type(None), int, float) for name in REQUIRED_METRICS)
     ]
 
 
@@ -146,11 +146,6 @@ def truncate_after(path: Path, step: int) -> str | None:
 def _first(broken: Sequence[tuple[int, str]]) -> str:
     number, reason = broken[0]
     return f"line {number:,} ({reason})"
-
-
-def _is_metric(record: Mapping[str, Any], name: str) -> bool:
-    value = record.get(name, "")
-    return value is None or type(value) in (int, float)
 
 
 Lines = list[tuple[dict[str, Any], bytes]]

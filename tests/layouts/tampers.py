@@ -17,11 +17,10 @@ import megatron_llama.model.loss as loss
 import megatron_llama.model.norm as norm
 import megatron_llama.optim.muon as muon
 import megatron_llama.optim.qk_clip as qk_clip
-import megatron_llama.parallel.tensor as tensor
 from megatron_llama.devices import HOST, attention, device_named
 from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.model.inputs import MicroBatch
-from megatron_llama.parallel import ParallelModel, Shard, context
+from megatron_llama.parallel import ParallelModel, Shard, context, replicated_gradients
 from megatron_llama.parallel.pipeline import TokenTotals
 from megatron_llama.topology import zigzags
 from tests.parallel.symmetric_memory import wrong_pieces
@@ -36,7 +35,7 @@ def no_kv_copy_sum(model: ParallelModel) -> None:
 
 
 def no_kv_copy_sum_of_the_norm(model: ParallelModel) -> None:
-    tensor.KV_HEADS = tuple(name for name in tensor.KV_HEADS if name != "k_norm")
+    replicated_gradients.KV_HEADS = tuple(name for name in replicated_gradients.KV_HEADS if name != "k_norm")
 
 
 def no_sequence_parallel_sum_of_biases(model: ParallelModel) -> None:

@@ -14,7 +14,6 @@ import megatron_llama.model.norm as norms
 import megatron_llama.optim.norm as norm
 import megatron_llama.optim.optimizer as optimizer
 import megatron_llama.parallel.parallelize as parallelize
-import megatron_llama.parallel.tensor as tensor
 import tests.oracle
 from megatron_llama.arch.names import Rectangle
 from megatron_llama.checkpoint.manifest import State
@@ -22,7 +21,7 @@ from megatron_llama.data.batches import Batches
 from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.model.inputs import InputBuilder, MicroBatch
 from megatron_llama.optim import Optimizer
-from megatron_llama.parallel import ParallelModel
+from megatron_llama.parallel import ParallelModel, replicated_gradients
 from megatron_llama.parallel.compute_copies import ComputeCopies
 from megatron_llama.parallel.pipeline import TokenTotals, run_schedule
 from megatron_llama.plan import Plan
@@ -114,8 +113,10 @@ def tampered(tamper: Tamper) -> Mutation:
     test=f"{LAYOUT}[tp2, qwen3]",
 )
 def norms_summed_under_sp_only(patch: pytest.MonkeyPatch) -> None:
-    is_summed = tensor.is_summed_over_tp
-    patch.setattr(tensor, "is_summed_over_tp", lambda name, *, sp, **more: sp and is_summed(name, sp=sp, **more))
+    is_summed = replicated_gradients.is_summed_over_tp
+    patch.setattr(
+        replicated_gradients, "is_summed_over_tp", lambda name, *, sp, **more: sp and is_summed(name, sp=sp, **more)
+    )
 
 
 bug(

@@ -29,8 +29,9 @@ from megatron_llama.model.loss import IN_PLACE, Head, LossSpec, fused_softmax
 from megatron_llama.parallel.context import BACKENDS, Backend, DividedInputBuilder, to_natural_order, to_rank_order
 from megatron_llama.parallel.groups import Groups
 from megatron_llama.parallel.parallelize import mcore_config
+from megatron_llama.parallel.replicated_gradients import ReplicatedGradients
 from megatron_llama.parallel.shards import Shard
-from megatron_llama.parallel.tensor import ReplicatedGradients, traceable_matmul
+from megatron_llama.parallel.tensor import traceable_matmul
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.topology import Grid, Topology, chunk_work, divide
 from tests.config.helpers import make

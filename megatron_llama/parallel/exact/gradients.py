@@ -25,8 +25,8 @@ from megatron_llama.parallel.exact.linear import ColumnMatmul, Context, ExactCol
 from megatron_llama.parallel.exact.sums import GradShards, Total, Tree, from_grid
 from megatron_llama.parallel.fsdp import DataGroups
 from megatron_llama.parallel.groups import Groups
+from megatron_llama.parallel.replicated_gradients import ReplicatedGradients, sum_together
 from megatron_llama.parallel.shards import Shard
-from megatron_llama.parallel.tensor import ReplicatedGradients, sum_together
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 

@@ -107,14 +107,10 @@ EXCHANGES_NO_SIGNS = _optimizer(lambda row: not row.exchanges_signs, "onebit_ada
 UPDATES_VALUES = _optimizer(lambda row: not row.gathers_matrices, "muon")
 
 
-def _refusals(*features: Feature) -> Iterator[tuple[Feature, Feature, str]]:
-    """Yield a row for each feature that optimizers refuse, with the reason in config/optimizers.py."""
-    for feature in features:
-        yield feature, _optimizer(_refuses(feature.setting)), f"it {{optim.row.refuses[{feature.setting}]}}"
-
-
-def _refuses(setting: str) -> Callable[[OptimizerRow], bool]:
-    return lambda row: setting in row.refuses
+def _refusal(feature: Feature) -> tuple[Feature, Feature, str]:
+    """Return the row of a feature that optimizers refuse, with the reason in config/optimizers.py."""
+    refusing = _optimizer(lambda row: feature.setting in row.refuses)
+    return feature, refusing, f"it {{optim.row.refuses[{feature.setting}]}}"
 
 
 CONFLICTS: tuple[tuple[Feature | str, Feature | str, str], ...] = (
@@ -158,7 +154,7 @@ CONFLICTS: tuple[tuple[Feature | str, Feature | str, str], ...] = (
     ("optim.qk_clip", COMPILE, "compiled blocks cannot read document lengths on the host for the largest logits"),
     ("optim.qk_clip", "trainer.exact", "the sums of its matmuls for logits depend on the layout"),
     # Optimizers
-    *_refusals(LORA, Feature("optim.state_bits"), OFFLOADED_STATES, BF16_WEIGHTS),
+    *map(_refusal, (LORA, Feature("optim.state_bits"), OFFLOADED_STATES, BF16_WEIGHTS)),
     ("optim.freeze_step", EXCHANGES_NO_SIGNS, "it exchanges no signs"),
     ("optim.momentum", UPDATES_VALUES, "it does not orthogonalize matrices"),
     ("optim.matrix_lr", UPDATES_VALUES, "it does not orthogonalize matrices"),

@@ -493,7 +493,7 @@ def _whole_matrices(plan: Plan, pp_rank: int, member: int) -> Iterator[Operation
 
 
 def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> Iterator[Operation]:
-    """Yield the gradient all-reduces of parallel/tensor.py, for the rows of this rank's shard."""
+    """Yield the gradient all-reduces of parallel/replicated_gradients.py, for the rows of this rank's shard."""
     model, t, h, width = plan.model, plan.config.trainer.tp, plan.model.hidden_size, BYTES[plan.precision.param_dtype]
 
     def held(rows: int, requested: tuple[int, int]) -> int:

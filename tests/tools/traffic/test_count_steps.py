@@ -20,7 +20,7 @@ import megatron_llama.parallel.pipeline
 from megatron_llama.config import load_config
 from megatron_llama.devices import get_device
 from megatron_llama.optim.norm import gradient_norm
-from megatron_llama.parallel.tensor import ReplicatedGradients
+from megatron_llama.parallel.replicated_gradients import ReplicatedGradients
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.tools.forecast.traffic import Amount, Traffic, TrafficKey, between_nodes, totals, wire_bytes
 from megatron_llama.tools.recorder import TrafficCounter, UnknownCollective, count_steps
