@@ -8,7 +8,6 @@ and shares of the layout come from this table.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -110,7 +109,8 @@ class Grid:
 
     def stride(self, name: str) -> int:
         """Return the distance between neighbors along an axis."""
-        return math.prod(self.sizes[axis.name] for axis in self._faster(name))
+        names = [axis.name for axis in self.axes]
+        return math.prod(self.sizes[faster] for faster in names[: names.index(name)])
 
     def at(self, rank: int) -> dict[str, int]:
         """Return the position of ``rank`` along each axis. Raises ValueError for a rank outside the world."""
@@ -154,13 +154,6 @@ class Grid:
     def share(self, work: Divided, count: int) -> int:
         """Return one rank's part of ``count`` samples, layers, tokens ..., rounded down."""
         return count // self.divisor(work)
-
-    def _faster(self, name: str) -> Iterator[Axis]:
-        for axis in self.axes:
-            if axis.name == name:
-                return
-            yield axis
-        raise KeyError(name)
 
 
 @dataclass(frozen=True)

@@ -64,11 +64,6 @@ def write_config_and_plan(plan: Plan) -> None:
         raise ConfigError([Problem("run.dir", str(plan.run_dir), rule, instead)]) from error
 
 
-def _recompute(plan: Plan) -> str:
-    chunks = plan.config.trainer.mlp_chunks
-    return recomputation(plan) + (f", MLP in {chunks} chunks" if chunks > 1 else "")
-
-
 def layout_lines(plan: Plan, hardware: str | None = None) -> Iterator[str]:
     """Yield layout, batch and hardware, as a head for the output of tools."""
     trainer = plan.config.trainer
@@ -77,7 +72,8 @@ def layout_lines(plan: Plan, hardware: str | None = None) -> Iterator[str]:
     yield f"{plan.model.name}: {_product(plan, 'x', pp=virtual, tp=sequence)} = {plan.world_size}"
     batches = "micro batch" if plan.num_microbatches == 1 else "micro batches"
     micro = f"{plan.num_microbatches:,} {batches} of {trainer.micro_batch_size}"
-    text = f"zero {trainer.zero}{shard}, {_recompute(plan)}, {micro}"
+    chunks = f", MLP in {trainer.mlp_chunks} chunks" if trainer.mlp_chunks > 1 else ""
+    text = f"zero {trainer.zero}{shard}, {recomputation(plan)}{chunks}, {micro}"
     yield from wrap_lines(text, rest="  ")
     yield batch_line(plan.config, hardware)
 

@@ -17,10 +17,10 @@ from megatron_llama.config.settings import Config
 from megatron_llama.corpus.splits import DatasetUsage, dataset_usage
 from megatron_llama.plan.choices import choose_defaults, list_notes
 from megatron_llama.plan.derive import derive_plan
-from megatron_llama.plan.memory import Machine, check_memory, reserve_notes
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.data import check_paths
+from megatron_llama.plan.rules.memory import Machine, check_memory, reserve_notes
 from megatron_llama.plan.rules.rule import check_rules
 from megatron_llama.topology import AXES
 

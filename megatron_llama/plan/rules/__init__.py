@@ -1,4 +1,4 @@
-"""Rules on combinations of settings. ``data.py`` also checks files."""
+"""Rules on combinations of settings. ``data.py`` also checks files, ``memory.py`` whether a plan fits a machine."""
 
 from __future__ import annotations
 
