@@ -17,7 +17,7 @@ the graph of one block for the next. Attention takes these paths:
     (4) with Transformer Engine, cuDNN for whole sequences, documents and windows (cuda/transformer_engine.py);
         in fp32 with grouped heads, tiles.
 
-SDPA, tiles and the dense mask are in devices/attention.py; the others are in the packages of their devices.
+SDPA, tiles and the dense mask are in devices/torch_attention.py; the others are in the packages of their devices.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron_llama.arch.pattern import Pattern
 from megatron_llama.config.precision import STATE_BLOCK
-from megatron_llama.devices import attention
+from megatron_llama.devices import torch_attention
 from megatron_llama.devices.attention_inputs import AttentionInputs, Documents, build_attention_inputs
 
 FUSED_ADAM: dict[bool, Callable[..., None]] = {False: torch._fused_adam_, True: torch._fused_adamw_}
@@ -105,7 +105,7 @@ class AttentionKernels:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs | None = None) -> Tensor:
         """Return the attention of q [b, heads, s, d] to k and v [b, kv heads, s, d] as [b, heads, s, d]."""
-        return attention.attend(q, k, v, visible)
+        return torch_attention.attend(q, k, v, visible)
 
 
 class LossKernels:

@@ -10,8 +10,8 @@ them over cp as over dp. Attention has two backends (``trainer.cp_comm``):
                 with its share of the heads
 
 With all_gather, the backward pass gathers keys and values once more: a rank saves only its own. Attention runs by tiles
-(devices/attention.py), which support documents and patterns. Ulysses runs the device's own kernel. It needs a head per
-rank, and copies kv heads if there are fewer than ranks.
+(devices/torch_attention.py), which support documents and patterns. Ulysses runs the device's own kernel. It needs a
+head per rank, and copies kv heads if there are fewer than ranks.
 
 ``divided_parts`` replaces the input builder of a chunk and the attention of its blocks. Inputs of whole sequences
 (``InputBuilder.whole``) are computed by each rank alone. ``Division`` divides sequences for inference.
@@ -30,8 +30,7 @@ from torch.distributed._functional_collectives import all_to_all_single
 
 from megatron_llama.arch.pattern import CAUSAL, Lengths, Pattern
 from megatron_llama.config import ModelConfig
-from megatron_llama.devices import attention
-from megatron_llama.devices.attention import largest_logits
+from megatron_llama.devices import torch_attention
 from megatron_llama.devices.attention_inputs import AttentionInputs, Documents
 from megatron_llama.devices.kernels import AttentionKernels
 from megatron_llama.model.inputs import BlockInputs, InputBuilder
@@ -206,7 +205,9 @@ class AllGather:
         if visible.lengths is None:
             out, _ = _operator(q, k, v, visible.host_cu_seqlens, self.group.group_name, [*astuple(visible.pattern)])
             return out
-        return attention.AttentionOp.apply(q, k, v, _forward, _backward, visible.lengths, visible.pattern, self.group)
+        return torch_attention.AttentionOp.apply(
+            q, k, v, _forward, _backward, visible.lengths, visible.pattern, self.group
+        )
 
 
 def _gather(k: Tensor, v: Tensor, division: Sequence[Chunks], group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -259,7 +260,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Return (attention [b, heads, s/cp, d], log-sum-exp of scores [b, heads, s/cp], fp32)."""
     division, chunks = _division(q, lengths, pattern, group)
-    return attention.tiles_forward(q, *_gather(k, v, division, group), lengths, None, pattern, chunks)
+    return torch_attention.tiles_forward(q, *_gather(k, v, division, group), lengths, None, pattern, chunks)
 
 
 def _backward(
@@ -271,7 +272,7 @@ def _backward(
     division, chunks = _division(q, lengths, pattern, group)
     # Whole sequences set the peak of long context: each copy is freed before the next one.
     gathered = _gather(k, v, division, group)
-    dq, *dkv = attention.tiles_backward(grad, q, *gathered, out, lse, lengths, None, pattern, chunks)
+    dq, *dkv = torch_attention.tiles_backward(grad, q, *gathered, out, lse, lengths, None, pattern, chunks)
     del gathered
     parts = _to_parts(dkv, division)
     del dkv
@@ -299,7 +300,7 @@ def _operator_backward(
     pattern: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, *dkv = _backward(grad, (q, k, v, out, lse), *_how(q, host_cu_seqlens, group, pattern))
-    dk, dv = (attention.empty_like(x).copy_(x) for x in dkv)  # outputs of an operator must not share memory
+    dk, dv = (torch_attention.empty_like(x).copy_(x) for x in dkv)  # outputs of an operator must not share memory
     return dq, dk, dv
 
 
@@ -308,10 +309,10 @@ def _how(
 ) -> tuple[Lengths, Pattern, dist.ProcessGroup]:
     group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     length = q.shape[2] * dist.get_world_size(group)
-    return attention.document_lengths(host_cu_seqlens, q.shape[0], length), Pattern(*pattern), group
+    return torch_attention.document_lengths(host_cu_seqlens, q.shape[0], length), Pattern(*pattern), group
 
 
-attention.register_attention(_operator, _operator_backward, tensors=1)
+torch_attention.register_attention(_operator, _operator_backward, tensors=1)
 
 
 # ulysses: whole sequences, and this rank's share of the heads.
@@ -405,9 +406,9 @@ def logits_measure(plan: Plan, groups: Groups) -> Callable[[Tensor, Tensor, Any,
 def _largest(q: Tensor, k: Tensor, visible: Any, *, groups: Groups, by_documents: bool) -> Tensor:
     """Return the largest logits of this rank's queries [b, heads, s/cp, d], fp32 [heads]."""
     if not isinstance(visible, DividedInputs):
-        return largest_logits(q, k, visible)
+        return torch_attention.largest_logits(q, k, visible)
     group, whole = groups["cp"], visible.of_whole
     documents = whole.lengths if by_documents and whole is not None else None
     pattern = CAUSAL if whole is None else whole.pattern
     division = divide(group.size(), k.shape[2] * group.size(), documents, pattern)
-    return largest_logits(q, gather_keys(k, division, group), whole, division[group.rank()])
+    return torch_attention.largest_logits(q, gather_keys(k, division, group), whole, division[group.rank()])

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_llama.arch.pattern import Keys, Pattern
-from megatron_llama.devices import HOST, NAMES, attention, device_named
+from megatron_llama.devices import HOST, NAMES, device_named, torch_attention
 from megatron_llama.devices.attention_inputs import Documents, build_attention_inputs, dense_mask
 from megatron_llama.devices.cpu import attention as cpu_attention
 from tests.devices.helpers import attention_inputs, dense_attention
 from tests.model.flash import flash_on_cpu
 
-Call = attention._Kernel
+Call = torch_attention._Kernel
 attend = device_named(HOST).kernels(compiled=False).attend
 CUDA = device_named("cuda")
 CUDA.kernels(compiled=False)  # adds varlen to the kernels of documents
@@ -90,7 +90,7 @@ def test_output_and_gradients_are_those_of_a_dense_mask(
         assert CUDA.attention_kernel(PATTERNS[pattern], "bfloat16", 64) == "tiles", "varlen has no blocks"
         return
     masked = Call.MATMUL if call in (Call.FLASH, Call.EFFICIENT) else call  # these take no mask
-    monkeypatch.setattr(attention, "_kernel", lambda q, mask: call if mask is None else masked)
+    monkeypatch.setattr(torch_attention, "_kernel", lambda q, mask: call if mask is None else masked)
     for seed in range(4):
         dtype = torch.bfloat16 if seed == 3 else torch.float32
         heads, kv_heads = ((4, 2), (6, 1), (3, 3))[seed % 3]
@@ -175,7 +175,7 @@ def test_little_is_computed_that_is_not_seen(pattern: Pattern, share: float) -> 
     """Ratio of the computed scores (half of a causal call's) to the visible scores."""
     q, k, v, _ = inputs(1, torch.float32, 1, 1, rows=1)
     computed = 0.0
-    call = attention._call
+    call = torch_attention._call
 
     def count(queries: Tensor, keys: Tensor, values: Tensor, which: Keys) -> tuple[Tensor, Tensor]:
         nonlocal computed
@@ -184,7 +184,7 @@ def test_little_is_computed_that_is_not_seen(pattern: Pattern, share: float) -> 
 
     documents = layout(1, rows=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_call", count)
+        patch.setattr(torch_attention, "_call", count)
         attend(q, k, v, build_attention_inputs(torch.zeros(1, LENGTH), documents, pattern, "tiles", False))
     let_through = sum(pattern.span(n) * n / 2 for n in documents.lengths[0])
     # A span counts half of the scores on the edge of the visible area.
@@ -204,8 +204,8 @@ def test_who_takes_which_kernel() -> None:
 @pytest.mark.usefixtures("flash")
 def test_grouped_heads_in_fp32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(attention, "takes_efficient", lambda q: True)
-    monkeypatch.setattr(attention, "_kernel", lambda q, mask: calls.append(q.shape) or Call.EFFICIENT)
+    monkeypatch.setattr(torch_attention, "takes_efficient", lambda q: True)
+    monkeypatch.setattr(torch_attention, "_kernel", lambda q, mask: calls.append(q.shape) or Call.EFFICIENT)
     q, k, v, grad = inputs(1, torch.float32, 4, 2)
     expected = reference(q, k, v, grad, PLAIN, Documents.whole(2, LENGTH, q.device))
     out = CUDA.kernels(compiled=False).attend(q, k, v)
@@ -239,7 +239,7 @@ def test_the_operator_keeps_torchs_rules() -> None:
         offsets = documents.cu_seqlens.clone() if kernel == "varlen" else None
         arguments = (q, k, v, documents.host_cu_seqlens, offsets, kernel, [0, 0, 0, 0])
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(attention._operator, arguments, test_utils=tests)
+        torch.library.opcheck(torch_attention._operator, arguments, test_utils=tests)
 
 
 @pytest.mark.parametrize("call", [*Call, None])
@@ -251,7 +251,7 @@ def test_fake_tensors_pass(pattern: Pattern, call: Call | None, monkeypatch: pyt
         return
     if call is not None:
         masked = Call.MATMUL if call in (Call.FLASH, Call.EFFICIENT) else call
-        monkeypatch.setattr(attention, "_kernel", lambda q, mask: call if mask is None else masked)
+        monkeypatch.setattr(torch_attention, "_kernel", lambda q, mask: call if mask is None else masked)
     documents, device = layout(1, rows=1), "cpu" if call else "cuda"
     with FakeTensorMode():
         q, k, v = (
@@ -259,8 +259,8 @@ def test_fake_tensors_pass(pattern: Pattern, call: Call | None, monkeypatch: pyt
         )
         offsets = torch.empty(LENGTH + 1, dtype=torch.int32, device=device)
         how = documents.lengths, offsets, "tiles" if call else "varlen", pattern
-        out, lse = attention._forward(q, k, v, *how)
-        grads = attention._backward(torch.empty_like(out), (q, k, v, out, lse), *how)
+        out, lse = torch_attention._forward(q, k, v, *how)
+        grads = torch_attention._backward(torch.empty_like(out), (q, k, v, out, lse), *how)
     assert [x.shape for x in (out, *grads)] == [q.shape, q.shape, k.shape, v.shape]
     assert {x.device.type for x in (out, lse, *grads)} == {device}
     assert lse.shape == (1, 4, LENGTH) and lse.dtype == torch.float32

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from megatron_llama.devices import attention
+from megatron_llama.devices import torch_attention
 from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.devices.kernels import Kernels
 from megatron_llama.parallel import ParallelModel
@@ -192,8 +192,8 @@ def _asked(rank: int, plan: Plan, with_documents: bool) -> list[tuple[str, int]]
 
         setattr(owner, name, noted)
 
-    note(attention.F, "scaled_dot_product_attention", "F.scaled_dot_product_attention")
-    note(attention, "_call", "_call")
+    note(torch_attention.F, "scaled_dot_product_attention", "F.scaled_dot_product_attention")
+    note(torch_attention, "_call", "_call")
     with rank_groups(plan, rank):
         tokens, documents = packed()
         rank_model(plan, rank).logits(tokens, documents if with_documents else None)

@@ -17,7 +17,7 @@ import megatron_llama.model.loss as loss
 import megatron_llama.model.norm as norm
 import megatron_llama.optim.muon as muon
 import megatron_llama.optim.qk_clip as qk_clip
-from megatron_llama.devices import HOST, attention, device_named
+from megatron_llama.devices import HOST, device_named, torch_attention
 from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.parallel import ParallelModel, Shard, context, replicated_gradients
@@ -239,8 +239,8 @@ def documents_joined_at_a_chunk_boundary(model: ParallelModel) -> None:
 
 
 def no_causal_mask(model: ParallelModel) -> None:
-    product = attention.F.scaled_dot_product_attention
-    attention.F.scaled_dot_product_attention = lambda q, k, v, is_causal, enable_gqa: product(
+    product = torch_attention.F.scaled_dot_product_attention
+    torch_attention.F.scaled_dot_product_attention = lambda q, k, v, is_causal, enable_gqa: product(
         q, k, v, enable_gqa=enable_gqa
     )
 

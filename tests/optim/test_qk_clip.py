@@ -12,10 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from megatron_llama.arch.pattern import Pattern
-from megatron_llama.devices import attention
+from megatron_llama.devices import torch_attention
 from megatron_llama.devices.attention_inputs import Documents, build_attention_inputs, dense_mask, masked
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import ParallelModel, context
+from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from tests.oracle import (
     RaggedSamples,
@@ -50,7 +50,7 @@ PATTERNS = {
 def test_largest_logits_are_those_of_all_scores(
     name: str, kernel: str, chunks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "SCORES_AT_ONCE", 1)  # blocks of 16
+    monkeypatch.setattr(torch_attention, "SCORES_AT_ONCE", 1)  # blocks of 16
     pattern, lengths = PATTERNS[name]
     generator = torch.Generator().manual_seed(1)
     q, k = (torch.randn(2, heads, 40, 8, generator=generator) for heads in (6, 2))
@@ -64,7 +64,7 @@ def test_largest_logits_are_those_of_all_scores(
     index = torch.arange(40) if chunks is None else torch.cat([torch.arange(c.start, c.stop) for c in chunks])
     inputs = build_attention_inputs(torch.zeros(2, 40), documents, pattern, kernel, compiled=False)
     inputs = masked(positions, pattern, documents) if kernel == "mask" and inputs is None else inputs
-    largest = attention.largest_logits(q[:, :, index], k, inputs, chunks)
+    largest = torch_attention.largest_logits(q[:, :, index], k, inputs, chunks)
     expected = scores[:, :, index].amax((0, 2, 3))
     torch.testing.assert_close(largest, expected, rtol=1e-6, atol=1e-6)
 
@@ -204,8 +204,8 @@ def test_validation_and_recomputation_record_nothing() -> None:
 def calls_of_a_step(rank: int, plan: Plan) -> tuple[int, int]:
     """Return the numbers of measurements in a training step with four micro batches, and in a validation."""
     calls: list[int] = []
-    original = context.largest_logits
-    context.largest_logits = lambda *inputs: calls.append(1) or original(*inputs)
+    original = torch_attention.largest_logits
+    torch_attention.largest_logits = lambda *inputs: calls.append(1) or original(*inputs)
     with rank_groups(plan, rank):
         model, batches = rank_model(plan, rank), rank_batches(plan).at(0)
         model.forward_backward(batches)

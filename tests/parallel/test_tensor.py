@@ -20,8 +20,8 @@ from megatron_llama.arch.names import Rectangle
 from megatron_llama.arch.pattern import Lengths, Pattern
 from megatron_llama.arch.shapes import padded_vocab_size
 from megatron_llama.config import ModelConfig
-from megatron_llama.devices.attention import tiles_backward, tiles_forward
 from megatron_llama.devices.attention_inputs import Documents, dense_mask
+from megatron_llama.devices.torch_attention import tiles_backward, tiles_forward
 from megatron_llama.model import loss
 from megatron_llama.model.inputs import InputBuilder
 from megatron_llama.model.llama import _apply, parallel_linear

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from megatron_llama.devices.attention import empty_like, register_attention
 from megatron_llama.devices.cpu.matmul import by_amx, by_onednn, exact_in, in_512_bits
 from megatron_llama.devices.processor import load_cpp
+from megatron_llama.devices.torch_attention import empty_like, register_attention
 
 aten = torch.ops.aten
 DTYPES = torch.float32, torch.bfloat16

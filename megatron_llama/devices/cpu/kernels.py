@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_llama.arch.pattern import Pattern
 from megatron_llama.config.precision import STATE_BLOCK
-from megatron_llama.devices import attention
+from megatron_llama.devices import torch_attention
 from megatron_llama.devices.attention_inputs import AttentionInputs, Documents, first_visible_keys
 from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.devices.cpu.matmul import by_amx
@@ -47,7 +47,7 @@ class CpuKernels(Kernels):
             return cpu_attention.attend(q, k, v, first)[0]
         if visible is None and cpu_attention.is_faster(q):
             return cpu_attention.causal_attention(q, k, v)
-        return attention.attend(q, k, v, visible)
+        return torch_attention.attend(q, k, v, visible)
 
     def logits_like(self, hidden: Tensor, tokens: int, rows: int) -> Tensor:
         if self.fuses_loss and by_amx(hidden.dtype) and tokens <= MOST_BY_COLUMNS:

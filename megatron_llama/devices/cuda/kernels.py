@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_llama.arch.pattern import Lengths, Pattern, fits_varlen
-from megatron_llama.devices import attention
+from megatron_llama.devices import torch_attention
 from megatron_llama.devices.attention_inputs import AttentionInputs
 from megatron_llama.devices.cuda import transformer_engine
 from megatron_llama.devices.cuda.host import compiler_missing
@@ -124,7 +124,7 @@ def _unflatten(x: Tensor, like: Tensor) -> Tensor:
     return x.unflatten(0, (like.shape[0], like.shape[2])).transpose(0, 1).contiguous().permute(1, 2, 0, 3)
 
 
-attention.KERNELS["varlen"] = attention.DocumentKernel(forward, backward)
+torch_attention.KERNELS["varlen"] = torch_attention.DocumentKernel(forward, backward)
 
 
 AS_EAGER: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
@@ -201,11 +201,11 @@ class CudaKernels(Kernels):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs | None = None) -> Tensor:
         if visible is None and transformer_engine.takes(q):
-            return attention.attend_whole(q, k, v, "varlen")
-        if visible is None and q.shape[1] != k.shape[1] and attention.takes_efficient(q):
-            return attention.attend_whole(q, k, v, "tiles")  # torch's SDPA would materialize the scores
+            return torch_attention.attend_whole(q, k, v, "varlen")
+        if visible is None and q.shape[1] != k.shape[1] and torch_attention.takes_efficient(q):
+            return torch_attention.attend_whole(q, k, v, "tiles")  # torch's SDPA would materialize the scores
         if visible is None or visible.kernel != "varlen":
-            return attention.attend(q, k, v, visible)
+            return torch_attention.attend(q, k, v, visible)
         dtype = "float32" if q.dtype == torch.float32 else "bfloat16"
         kernel = "varlen" if fits_varlen(visible.pattern, dtype, q.shape[3]) else "tiles"
-        return attention.attend_documents(q, k, v, visible, kernel)
+        return torch_attention.attend_documents(q, k, v, visible, kernel)
