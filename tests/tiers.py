@@ -120,7 +120,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "optim/test_new_optimizer.py::test_a_layout_trains_as_one_process_does": (),
     "optim/test_new_optimizer.py::test_it_trains_and_resumes_bit_identically": ("fp32",),
     "optim/test_onebit_adam.py::test_copies_stay_equal_and_the_loss_falls": ("dp2",),
-    "parallel/test_fsdp.py::test_a_run_is_bit_identical_to_fully_shards": ("1-layout0", "2-layout3"),
+    "parallel/test_data_parallel.py::test_a_run_is_bit_identical_to_fully_shards": ("1-layout0", "2-layout3"),
     "system/test_errors.py::test_scripts_end_quietly_with_their_reader": ("compare.py", "plan.py"),
     "system/test_installed.py::test_a_run_needs_all_packages_before_it_starts": ("torch", "rich,matplotlib"),
     "tools/compare/test_verdict.py::test_report_files": ("1.3-1",),

@@ -26,8 +26,8 @@ from megatron_llama.model.quantized import quantized_linear
 from megatron_llama.model.random_ltd import run_on_subset
 from megatron_llama.parallel.compiling import Compiler
 from megatron_llama.parallel.context import divided_parts, logits_measure
+from megatron_llama.parallel.data_parallel import DataGroups, shard_chunk
 from megatron_llama.parallel.float8 import float8_linear
-from megatron_llama.parallel.fsdp import DataGroups, shard_chunk
 from megatron_llama.parallel.groups import Groups
 from megatron_llama.parallel.tensor import traceable_matmul
 from megatron_llama.plan import Plan

@@ -29,8 +29,8 @@ from megatron_llama.parallel import context
 from megatron_llama.parallel.assembly import Build, block_parts, block_wrappers, finish_chunk
 from megatron_llama.parallel.compiling import Compiler, enter_folder
 from megatron_llama.parallel.compute_copies import ComputeCopies, filled_copies
+from megatron_llama.parallel.data_parallel import allocate, data_groups
 from megatron_llama.parallel.exact import ExactSums
-from megatron_llama.parallel.fsdp import allocate, data_groups
 from megatron_llama.parallel.groups import Groups, current_groups, group_defaults
 from megatron_llama.parallel.pipeline import TokenTotals, run_answer_logps, run_logits, run_schedule
 from megatron_llama.parallel.replicated_gradients import ReplicatedGradients

@@ -70,7 +70,7 @@ def test_a_missing_event_is_found(runtime: Runtime, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_memory_that_is_reused_too_early_is_found(runtime: Runtime, tmp_path: Path) -> None:
-    """One rank with ZeRO 3 adds gradients on a second stream, and records the buffer in it (parallel/fsdp.py)."""
+    """One rank with ZeRO 3 adds gradients on a second stream, and records the buffer (parallel/data_parallel.py)."""
     sharded = (*ZERO_3, "trainer.steps=2")
     correct = runtime.train(tmp_path, *sharded, **{ACCESSES: "1"}).check()
     assert not conflicts(correct.logs[0])

@@ -369,7 +369,7 @@ def norms_decay(patch: pytest.MonkeyPatch) -> None:
     "Gradients of micro batches are added in bf16",
     "pytorch/pytorch#106395",
     "hiyouga/LlamaFactory#9769",
-    test="tests/parallel/test_fsdp.py::test_a_run_is_bit_identical_to_fully_shards[1-layout0]",
+    test="tests/parallel/test_data_parallel.py::test_a_run_is_bit_identical_to_fully_shards[1-layout0]",
 )
 def microbatches_summed_in_bf16(patch: pytest.MonkeyPatch) -> None:
     init = ComputeCopies.__init__

@@ -19,11 +19,11 @@ from megatron_llama.arch.shapes import head_dim, kv_copies, kv_heads, qk_norm
 from megatron_llama.config import ModelConfig
 from megatron_llama.model.llama import COLUMN_PARALLEL, BlockParts, Llama, parallel_linear
 from megatron_llama.model.loss import Head
+from megatron_llama.parallel.data_parallel import DataGroups
 from megatron_llama.parallel.exact import layers
 from megatron_llama.parallel.exact.head import ExactHead, HeadSettings
 from megatron_llama.parallel.exact.linear import ColumnMatmul, Context, ExactColumnLinear, ExactRowLinear, RowMatmul
 from megatron_llama.parallel.exact.sums import GradShards, Total, Tree, from_grid
-from megatron_llama.parallel.fsdp import DataGroups
 from megatron_llama.parallel.groups import Groups
 from megatron_llama.parallel.replicated_gradients import ReplicatedGradients, sum_together
 from megatron_llama.parallel.shards import Shard

@@ -1,4 +1,4 @@
-"""Parameters of one rank, in the units of ``fully_shard`` (parallel/fsdp.py), and FLOPs of its modules."""
+"""Parameters of one rank, in the units of ``fully_shard`` (parallel/data_parallel.py), and FLOPs of its modules."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 from megatron_llama.data.batches import Batches
 from megatron_llama.devices.cpu import kernels
 from megatron_llama.devices.cpu.device import Cpu
-from megatron_llama.parallel import ParallelModel, assembly, fsdp
+from megatron_llama.parallel import ParallelModel, assembly, data_parallel
 from megatron_llama.plan import Plan
 from megatron_llama.plan.plan import COPIES, SHARDS
 from megatron_llama.plan.steps import applied_steps, build_steps
@@ -50,7 +50,7 @@ def test_the_buffer_of_gradients_is_used_in_two_streams(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: recorded.append((self, stream)))
     for asynchronous in (False, True):
         monkeypatch.setattr(Cpu, "asynchronous", asynchronous)
-        reduction = fsdp._NoReduction()
+        reduction = data_parallel._NoReduction()
         buffer = reduction.allocate((4,), dtype=torch.float32, device=CPU)
         assert recorded == []
         assert reduction.allocate((4,), dtype=torch.float32, device=CPU) is buffer
