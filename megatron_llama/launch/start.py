@@ -24,8 +24,8 @@ from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device, get_device
 from megatron_llama.devices.compile_cache import open_compile_cache
 from megatron_llama.launch.environment import check_interface
+from megatron_llama.launch.host_checks import check_start
 from megatron_llama.launch.job_store import QUIET, Board
-from megatron_llama.launch.preflight import check_start
 from megatron_llama.launch.rank import (
     CONSEQUENCE_DELAY_SECONDS,
     STACKS_SIGNAL,

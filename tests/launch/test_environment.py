@@ -12,7 +12,7 @@ import pytest
 
 from megatron_llama.config import ConfigError
 from megatron_llama.devices import get_device
-from megatron_llama.launch import preflight
+from megatron_llama.launch import host_checks
 from megatron_llama.launch.environment import check_interface, first_node, process_context, tasks_on_node
 from megatron_llama.launch.start import rank_environment
 from tests.golden import GoldenFiles
@@ -125,7 +125,7 @@ def test_a_full_disk_is_noticed_before_step_1(tmp_path: Path, monkeypatch: pytes
     assert "write another run.dir=PATH" in output and "step 1/" not in output and "Traceback" not in output
     plan = plan_of(1)
     plan.config.checkpoint.save_last, plan.config.checkpoint.every_minutes = False, 0.0
-    assert "4 MiB free" in preflight.check_start(plan, tmp_path)
+    assert "4 MiB free" in host_checks.check_start(plan, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -159,11 +159,11 @@ def test_a_limit_of_the_shell_ends_the_run_before_its_start(
 )
 def test_wandb_without_a_key(tmp_path: Path, variables: dict[str, str], netrc: str, accepted: bool) -> None:
     plan = plan_of(1)
-    assert not [*preflight.check_wandb(plan, {"HOME": str(tmp_path)})], "wandb is off"
+    assert not [*host_checks.check_wandb(plan, {"HOME": str(tmp_path)})], "wandb is off"
     plan.config.logging.wandb = "online"
     if netrc:
         (tmp_path / ".netrc").write_text(netrc)
-    problems = [*preflight.check_wandb(plan, {"HOME": str(tmp_path), **variables})]
+    problems = [*host_checks.check_wandb(plan, {"HOME": str(tmp_path), **variables})]
     assert (not problems) == accepted
     for problem in problems:
         assert all(remedy in problem.instead for remedy in ("wandb login", "WANDB_API_KEY", "WANDB_MODE", "wandb=off"))
