@@ -18,11 +18,11 @@ from megatron_llama.arch.checkpoint_formats import TRAINER, is_foreign, recogniz
 from megatron_llama.arch.names import is_lora
 from megatron_llama.checkpoint import BEST
 from megatron_llama.checkpoint import state as contents
-from megatron_llama.checkpoint.adapter import fingerprint, open_adapter
 from megatron_llama.checkpoint.differences import Difference, check_allowed, data_record, find_differences
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import find_checkpoint, move_aside, point_to, resume_candidates
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
+from megatron_llama.checkpoint.lora_adapter import fingerprint, open_adapter
 from megatron_llama.checkpoint.manifest import Manifest, State, dtype_of, read_manifest
 from megatron_llama.checkpoint.saving import Saver, fallback_folder
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles

@@ -16,8 +16,14 @@ import torch
 
 from megatron_llama.arch.checkpoint_formats import DCP
 from megatron_llama.arch.names import PEFT_PREFIX, Shape, hf_shapes, is_lora
-from megatron_llama.checkpoint.adapter import MergedTensors, adapter_config, finetune_of, open_base, trained_tensors
 from megatron_llama.checkpoint.folder import older_checkpoints
+from megatron_llama.checkpoint.lora_adapter import (
+    MergedTensors,
+    adapter_config,
+    finetune_of,
+    open_base,
+    trained_tensors,
+)
 from megatron_llama.checkpoint.manifest import NAME, Manifest, dtype_of, read_manifest
 from megatron_llama.checkpoint.model_card import CARD, model_card
 from megatron_llama.checkpoint.stored_tensors import (

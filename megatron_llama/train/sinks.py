@@ -292,7 +292,9 @@ class MLflowRun:
             uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self._plan.run_dir.resolve()}/mlflow.db"
             client = MlflowClient(tracking_uri=uri)
             run = self._open(client)
-            logged = self._last_step(client, run)
+            history = client.get_metric_history(run, "step") if self._start_step else []
+            # Steps after the checkpoint of a resume are not written twice.
+            logged = max((metric.step for metric in history), default=-1)
             while (metrics := self._waiting.get()) is not None:
                 now, step = int(1000 * time.time()), metrics["step"]
                 if step <= logged and not _differs(metrics, self._repeated):
@@ -302,11 +304,6 @@ class MLflowRun:
             client.set_terminated(run)
         except Exception as error:  # account, network, or errors of the package
             _report_lost("MLflow", error)
-
-    def _last_step(self, client: Any, run: str) -> int:
-        """Return the last step that the run has: steps after the checkpoint of a resume are not written twice."""
-        history = client.get_metric_history(run, "step") if self._start_step else []
-        return max((metric.step for metric in history), default=-1)
 
     def _open(self, client: Any) -> str:
         """Return the id of the run: of the run to continue, or of a new one."""

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.arch.shapes import head_dim, kv_heads
-from megatron_llama.checkpoint.adapter import MergedTensors, finetune_of, open_adapter, open_base, trained_tensors
 from megatron_llama.checkpoint.export import GENERATION, model_of
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
+from megatron_llama.checkpoint.lora_adapter import MergedTensors, finetune_of, open_adapter, open_base, trained_tensors
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, read_json
 from megatron_llama.config import Config, ConfigError, FinetuneConfig, ModelConfig, Problem

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_llama.checkpoint.adapter import open_base
 from megatron_llama.checkpoint.export import export, model_of
 from megatron_llama.checkpoint.folder import find_checkpoint
+from megatron_llama.checkpoint.lora_adapter import open_base
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.config import ConfigError
 from megatron_llama.tools.inference.arguments import inference_plan
