@@ -30,8 +30,8 @@ sys.path.insert(0, str(ROOT))
 # The project does not have to be installed.
 from megatron_llama.cli import CONF_DIR, describe_recipe  # noqa: E402
 from megatron_llama.config import data_settings, optimizers, settings  # noqa: E402
-from megatron_llama.config.fields import Setting, sections, settings_by_name, settings_of  # noqa: E402
 from megatron_llama.config.problems import format_value  # noqa: E402
+from megatron_llama.config.settings_table import Setting, sections, settings_by_name, settings_of  # noqa: E402
 from megatron_llama.plan.memory import USABLE  # noqa: E402
 from megatron_llama.system.programs import option_name  # noqa: E402
 from megatron_llama.system.tables import GIB, markdown_table  # noqa: E402

@@ -12,7 +12,7 @@ import pytest
 from docs import generate
 from megatron_llama.cli import CONF_DIR, main
 from megatron_llama.config import ConfigError, load_config
-from megatron_llama.config.fields import settings_by_name
+from megatron_llama.config.settings_table import settings_by_name
 from tests.pages import commands_of
 from tests.paths import ROOT
 

@@ -12,9 +12,9 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 
 from megatron_llama.config.data_settings import suggest_for_data
-from megatron_llama.config.fields import closest_choice
 from megatron_llama.config.optimizers import OPTIMIZERS
 from megatron_llama.config.problems import ConfigError, Problem
+from megatron_llama.config.settings_table import closest_choice
 from megatron_llama.system.files import check_yaml
 from megatron_llama.system.programs import conf_folders, option_name
 

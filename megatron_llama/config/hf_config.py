@@ -12,7 +12,6 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.config.fields import settings_by_name
 from megatron_llama.config.problems import MOST_SHOWN, Problem, format_value, shorten, show_value
 from megatron_llama.config.rope import (
     EXTENSIONS,
@@ -23,6 +22,7 @@ from megatron_llama.config.rope import (
     unsupported_rope,
 )
 from megatron_llama.config.settings import MODEL_TYPES, ModelConfig, RopeScaling
+from megatron_llama.config.settings_table import settings_by_name
 from megatron_llama.system.files import read_json
 
 FROM_HF = "from_hf"

@@ -37,7 +37,12 @@ from megatron_llama.config.conf_folders import (
     suggest_option,
 )
 from megatron_llama.config.data_settings import settle_data_settings
-from megatron_llama.config.fields import (
+from megatron_llama.config.hf_config import fill_from_folders
+from megatron_llama.config.limits import is_weight
+from megatron_llama.config.problems import NOT_TEXT, ConfigError, Problem, duplicate_length, quote_value
+from megatron_llama.config.rope import settle_context
+from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
+from megatron_llama.config.settings_table import (
     FREE_DICT,
     Setting,
     sections,
@@ -45,11 +50,6 @@ from megatron_llama.config.fields import (
     suggest,
     unknown_setting_problem,
 )
-from megatron_llama.config.hf_config import fill_from_folders
-from megatron_llama.config.limits import is_weight
-from megatron_llama.config.problems import NOT_TEXT, ConfigError, Problem, duplicate_length, quote_value
-from megatron_llama.config.rope import settle_context
-from megatron_llama.config.settings import ALL_LINEAR, LORA_TARGETS, Config
 from megatron_llama.config.stored import has_run, is_decided, is_known, read_settings, settings_of_groups
 from megatron_llama.config.text_checks import check_interpolations, check_kinds, check_texts
 from megatron_llama.system.files import check_yaml

@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from megatron_llama.config.fields import FREE_DICT, get, sections, settings_by_name
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.config.settings import Config
+from megatron_llama.config.settings_table import FREE_DICT, get, sections, settings_by_name
 from megatron_llama.system.files import check_yaml, read_whole
 from megatron_llama.system.programs import conf_folders
 

@@ -17,10 +17,10 @@ from typing import Any
 from megatron_llama.arch.pattern import Pattern, pattern_of
 from megatron_llama.arch.shapes import head_dim, parameters
 from megatron_llama.config import data_settings
-from megatron_llama.config.fields import check_limits, get, put, settings_by_name
 from megatron_llama.config.precision import LEAST_IN_BLOCKS, STATE_BLOCK
 from megatron_llama.config.problems import ConfigError, format_value
 from megatron_llama.config.settings import Config, DataConfig
+from megatron_llama.config.settings_table import check_limits, get, put, settings_by_name
 from megatron_llama.config.stored import read_values
 from megatron_llama.corpus.splits import samples_per_epoch
 from megatron_llama.devices import NAMES, Device, device_named, find_device

@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron_llama.config.fields import check_limits, get, put, reset_to_defaults
 from megatron_llama.config.optimizers import OptimConfig
 from megatron_llama.config.problems import ConfigError, Problem, merge_problems
 from megatron_llama.config.settings import Config
+from megatron_llama.config.settings_table import check_limits, get, put, reset_to_defaults
 from megatron_llama.corpus.splits import DatasetUsage, dataset_usage
 from megatron_llama.plan.choices import choose_defaults, list_notes
 from megatron_llama.plan.derive import derive_plan

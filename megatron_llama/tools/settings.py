@@ -13,9 +13,9 @@ from typing import Annotated, Any, TypeVar
 
 import yaml
 
-from megatron_llama.config.fields import settings_of
 from megatron_llama.config.limits import above_zero, at_least, one_of
 from megatron_llama.config.problems import Problem, closest_match
+from megatron_llama.config.settings_table import settings_of
 
 CLUSTER, TUNE = "cluster", "tune"
 OBJECTIVES = ("throughput", "max_seq_len", "min_devices")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_llama.config import Config
-from megatron_llama.config.fields import check_limits, settings_by_name
 from megatron_llama.config.problems import format_problems
+from megatron_llama.config.settings_table import check_limits, settings_by_name
 from tests.config.helpers import as_typed, everything_exists, make, problems_of
 from tests.golden import GoldenFiles
 

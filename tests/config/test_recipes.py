@@ -10,7 +10,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from megatron_llama.config import ConfigError, load_config
-from megatron_llama.config.fields import settings_by_name
+from megatron_llama.config.settings_table import settings_by_name
 from megatron_llama.config.text_checks import MOST_CHARACTERS, MOST_STEPS, check_interpolations, names_secret
 from megatron_llama.plan import format_plan, resolve
 from megatron_llama.system.wrapping import CONTROL

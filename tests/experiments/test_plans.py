@@ -11,7 +11,7 @@ import yaml
 from docs import generate
 from megatron_llama.cli import CONF_DIR, main, usage
 from megatron_llama.config import Config, ConfigError, load_config
-from megatron_llama.config.fields import get, settings_by_name
+from megatron_llama.config.settings_table import get, settings_by_name
 from megatron_llama.devices import device_named
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan, resolve, stage_memory

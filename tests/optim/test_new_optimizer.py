@@ -11,9 +11,9 @@ import pytest
 from torch import Tensor
 
 from megatron_llama.config import Problem
-from megatron_llama.config.fields import settings_by_name
 from megatron_llama.config.limits import one_of
 from megatron_llama.config.optimizers import OPTIMIZERS, OptimizerRow
+from megatron_llama.config.settings_table import settings_by_name
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
 from megatron_llama.optim.low_precision import build_elementwise
 from megatron_llama.plan.memory import optimizer_bytes

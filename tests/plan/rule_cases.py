@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from megatron_llama.config.fields import settings_by_name
+from megatron_llama.config.settings_table import settings_by_name
 
 LENGTHS = "metric: seqlen_truncate, schedule_type: fixed_discrete, difficulty: [64,256], max_step: [9]"
 LONGROPE = f"rope_type=longrope short_factor={[1.0] * 24} long_factor={[1.0] * 24}"

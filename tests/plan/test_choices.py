@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from megatron_llama.config import Config, load_config, to_yaml
-from megatron_llama.config.fields import get
 from megatron_llama.config.problems import format_value
+from megatron_llama.config.settings_table import get
 from megatron_llama.plan import Machine, Plan, format_plan, resolve
 from megatron_llama.plan.choices import CHOSEN, choose_defaults
 from tests.config.helpers import everything_exists

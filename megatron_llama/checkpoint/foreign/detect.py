@@ -20,8 +20,8 @@ from megatron_llama.checkpoint.foreign.torch_files import READERS, open_torch_fi
 from megatron_llama.checkpoint.foreign.torch_folders import open_dcp_folder, open_trainer
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import ConfigError, ModelConfig, Problem
-from megatron_llama.config.fields import get
 from megatron_llama.config.rope import equal_values
+from megatron_llama.config.settings_table import get
 from megatron_llama.corpus.blend import MEGATRON
 from megatron_llama.data.record import Record
 from megatron_llama.plan import Plan

@@ -11,12 +11,12 @@ from typing import Any
 
 from megatron_llama.arch.shapes import qk_norm
 from megatron_llama.config.data_settings import CurriculumMetric, split_weights, valid_metrics
-from megatron_llama.config.fields import get, settings_by_name
 from megatron_llama.config.hf_config import NO_HF_BLOCKS
 from megatron_llama.config.optimizers import OptimizerRow
 from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, format_value
 from megatron_llama.config.settings import Config
+from megatron_llama.config.settings_table import get, settings_by_name
 from megatron_llama.devices import Device, find_device
 from megatron_llama.plan.rules.rule import Rule
 

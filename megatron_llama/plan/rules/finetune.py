@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
 from megatron_llama.arch.shapes import Matrix, matrices
-from megatron_llama.config.fields import get, settings_by_name
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, QUANTIZED_BITS, STATE_BLOCK
 from megatron_llama.config.problems import Problem, format_value
 from megatron_llama.config.settings import Config, FinetuneConfig
+from megatron_llama.config.settings_table import get, settings_by_name
 from megatron_llama.plan.rules.layout import layout_tp
 from megatron_llama.plan.rules.rule import nearest_legal, reads
 

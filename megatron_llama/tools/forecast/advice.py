@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_llama.config.fields import get
 from megatron_llama.config.problems import ConfigError, format_value
 from megatron_llama.config.settings import OFFLOADED, RECOMPUTE, Config
+from megatron_llama.config.settings_table import get
 from megatron_llama.plan.derive import split_evenly
 from megatron_llama.plan.job import job_of_plan
 from megatron_llama.plan.plan import Plan

@@ -16,11 +16,11 @@ from typing import Any
 import yaml
 
 from megatron_llama.config.conf_folders import EXPERIMENT
-from megatron_llama.config.fields import get, sections
 from megatron_llama.config.hf_config import FROM_HF
 from megatron_llama.config.load_config import load_config
 from megatron_llama.config.problems import ConfigError, Problem, format_value
 from megatron_llama.config.settings import Config, ModelConfig
+from megatron_llama.config.settings_table import get, sections
 from megatron_llama.plan.resolve import resolve
 from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER

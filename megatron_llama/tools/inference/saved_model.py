@@ -16,7 +16,6 @@ from megatron_llama.checkpoint.lora_adapter import MergedTensors, finetune_of, o
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, read_json
 from megatron_llama.config import Config, ConfigError, FinetuneConfig, ModelConfig, Problem
-from megatron_llama.config.fields import check_limits
 from megatron_llama.config.hf_config import (
     ADAPTER_CONFIG,
     INDEX,
@@ -28,6 +27,7 @@ from megatron_llama.config.hf_config import (
     shape_from_hf,
     unsupported_architecture,
 )
+from megatron_llama.config.settings_table import check_limits
 from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.rule import check_rules

@@ -12,9 +12,9 @@ from typing import Any
 
 from megatron_llama.arch.shapes import can_cut
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.config.fields import get
 from megatron_llama.config.problems import format_value
 from megatron_llama.config.settings import RECOMPUTE, Config
+from megatron_llama.config.settings_table import get
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.derive import derive_optimizer, split_evenly
 from megatron_llama.plan.memory import SURE, stage_footprints

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from megatron_llama.config import Config, ConfigError
-from megatron_llama.config.fields import get
+from megatron_llama.config.settings_table import get
 from megatron_llama.system.tables import text_table
 from megatron_llama.tools.tune.candidates import TUNED, Candidate, Tuner
 from megatron_llama.tools.tune.target import Target

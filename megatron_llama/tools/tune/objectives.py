@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from megatron_llama.config import Config, ConfigError, Problem
-from megatron_llama.config.fields import check_limits, get
+from megatron_llama.config.settings_table import check_limits, get
 from megatron_llama.plan import batch_line
 from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.system.files import FolderTaken, locked_folder, write_atomically

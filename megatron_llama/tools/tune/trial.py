@@ -22,8 +22,8 @@ import yaml
 from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import load_config
 from megatron_llama.config.conf_folders import EXPERIMENT
-from megatron_llama.config.fields import FREE_DICT, get, put, settings_by_name
 from megatron_llama.config.problems import ConfigError, Problem
+from megatron_llama.config.settings_table import FREE_DICT, get, put, settings_by_name
 from megatron_llama.system.files import read_json, write_atomically
 from megatron_llama.system.programs import OWN_CONF, ROOT
 from megatron_llama.system.signals import exit_with_parent

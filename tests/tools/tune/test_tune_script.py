@@ -9,7 +9,7 @@ import pytest
 
 from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import load_config
-from megatron_llama.config.fields import get
+from megatron_llama.config.settings_table import get
 from megatron_llama.system.files import locked_folder
 from megatron_llama.tools.tune import objectives, trial
 from megatron_llama.tools.tune.candidates import TUNED, Candidate, Tuner
