@@ -37,7 +37,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megatron_llama import devices
 from megatron_llama.model.init import torch_dtype
 from megatron_llama.model.llama import Llama
-from megatron_llama.parallel.compute_copies import ComputeCopies
+from megatron_llama.parallel.dp1_weight_casts import ComputeCopies
 from megatron_llama.parallel.exchange import Hops, set_collectives
 from megatron_llama.parallel.groups import Groups
 from megatron_llama.plan import Plan

@@ -28,8 +28,8 @@ from megatron_llama.model.llama import Llama
 from megatron_llama.parallel import context
 from megatron_llama.parallel.assembly import Build, block_parts, block_wrappers, finish_chunk
 from megatron_llama.parallel.compiling import Compiler, enter_folder
-from megatron_llama.parallel.compute_copies import ComputeCopies, filled_copies
 from megatron_llama.parallel.data_parallel import allocate, data_groups
+from megatron_llama.parallel.dp1_weight_casts import ComputeCopies, filled_copies
 from megatron_llama.parallel.exact import ExactSums
 from megatron_llama.parallel.groups import Groups, current_groups, group_defaults
 from megatron_llama.parallel.pipeline import TokenTotals, run_answer_logps, run_logits, run_schedule
@@ -147,7 +147,7 @@ def mcore_config(plan: Plan) -> TransformerConfig:
     """Return the settings of megatron-core's layers and schedules.
 
     ``params_dtype`` is the dtype of the master weights. ``fully_shard`` or the rank itself casts them for the layers
-    (parallel/compute_copies.py).
+    (parallel/dp1_weight_casts.py).
     """
     model, trainer = plan.model, plan.config.trainer
     return TransformerConfig(

@@ -20,8 +20,8 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.llama import Llama
-from megatron_llama.parallel.compute_copies import ComputeCopies
 from megatron_llama.parallel.data_parallel import no_sync_func
+from megatron_llama.parallel.dp1_weight_casts import ComputeCopies
 from megatron_llama.plan import Plan
 
 

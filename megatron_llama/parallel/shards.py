@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_llama.arch.names import Rectangle, TensorParallel, keep_rows, rectangles, rows_of_shard
 from megatron_llama.model.quantized import dequantize, quantize
-from megatron_llama.parallel.compute_copies import ComputeCopies
+from megatron_llama.parallel.dp1_weight_casts import ComputeCopies
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 

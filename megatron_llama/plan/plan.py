@@ -22,7 +22,7 @@ class Storage:
 
     kind: str
     """``plain``: layers compute with the parameters (dp=1 and one dtype throughout). ``copies``: dp=1 with copies of
-    all weights in the compute dtype (parallel/compute_copies.py). ``shards``: ``fully_shard`` gathers and casts; also
+    all weights in the compute dtype (parallel/dp1_weight_casts.py). ``shards``: ``fully_shard`` gathers and casts; also
     for dp=1 with ZeRO 3, which casts block by block and needs less memory."""
     one_micro_batch: bool
     """Each step has one forward and one backward pass."""

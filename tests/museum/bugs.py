@@ -22,7 +22,7 @@ from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.model.inputs import InputBuilder, MicroBatch
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel, replicated_gradients
-from megatron_llama.parallel.compute_copies import ComputeCopies
+from megatron_llama.parallel.dp1_weight_casts import ComputeCopies
 from megatron_llama.parallel.pipeline import TokenTotals, run_schedule
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import RunPosition

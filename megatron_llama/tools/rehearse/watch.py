@@ -36,7 +36,7 @@ _CALLERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (_FSDP + "param", (), MemoryKind.GATHERED),
     ("megatron.core.utils", ("get_tensor",), MemoryKind.COMMUNICATION),  # the gather buffer of sequence parallelism
     ("megatron.core.pipeline_parallel.p2p_communication", (), MemoryKind.COMMUNICATION),
-    ("megatron_llama.parallel.compute_copies", ("_on_grad_ready",), MemoryKind.GRADIENTS),
+    ("megatron_llama.parallel.dp1_weight_casts", ("_on_grad_ready",), MemoryKind.GRADIENTS),
     ("megatron_llama.parallel.replicated_gradients", (), MemoryKind.COMMUNICATION),
     ("megatron_llama.parallel.parallelize", ("count", "init_weights"), MemoryKind.TEMPORARY),
     ("megatron_llama.model.offload", ("__init__",), MemoryKind.HOST),
