@@ -15,7 +15,6 @@ from data_prep.lib.parquet_csv import bad_columns
 from data_prep.lib.tokenizer_backends import Encoder, check_same
 from megatron_llama.config.data_settings import REJECTED
 from megatron_llama.corpus.indexed_format import MASK_DTYPE, token_dtype
-from megatron_llama.text.chat_template import encode_spans
 from megatron_llama.text.conversation import (
     NO_CONTEXT,
     RecordError,
@@ -24,6 +23,7 @@ from megatron_llama.text.conversation import (
     check_control_tokens,
     labelled_turns,
 )
+from megatron_llama.text.loss_spans import encode_spans
 
 # With a fast encoder, one document in this many is also encoded by the reference.
 CHECK_EVERY = 256

@@ -2,8 +2,8 @@
 
 A named template is a few strings per role. The tokenizer's template is Jinja, rendered in a sandbox with the same
 result as in transformers (tests compare the two). Loss is on the tokens that the model must generate: the answer's text
-and the token that ends it, not the white space after it. The template of a run, and the token ids of a conversation,
-are here too.
+and the token that ends it, not the white space after it. loss_spans.py encodes the spans. The template of a run is here
+too.
 """
 
 from __future__ import annotations
@@ -12,36 +12,21 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from megatron_llama.config.data_settings import is_template_file, split_weights
 from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json, read_whole, write_synced
 from megatron_llama.text.conversation import NO_CONTEXT, REASONING_OMITTED, RecordError, TemplateContext, Turn
+from megatron_llama.text.loss_spans import END, TextSpan, encode_spans
 from megatron_llama.text.sandbox import MARKS, Sandbox, TemplateFault
 from megatron_llama.text.tokenizer import SETTINGS, Tokenizer, open_tokenizer, read_settings
 
-
-@dataclass(frozen=True)
-class TextSpan:
-    """A span of the rendered text."""
-
-    text: str
-    learn: bool
-    """Whether the span has loss."""
-    control: bool = False
-    """Whether ``text`` is a control token's name."""
-
-
 OWN = "own"
 """Name of the tokenizer's template."""
-END = "<|endoftext|>"
-"""The tokenizer's end-of-text token if it has no token of this name."""
 
 
 @dataclass(frozen=True)
@@ -374,13 +359,9 @@ def load_own_template(
     return Jinja(source, {**tokens, **variables}, ends, str(folder))
 
 
-# The chat template of a fine-tuning run, from the manifests of its datasets or from its config. Export writes it to the
-# tokenizer for other programs.
-
-
 @dataclass(frozen=True)
 class TrainedTemplate:
-    """Chat template of a fine-tuned model's training data, used to render prompts."""
+    """Chat template of a fine-tuned model's training data, from its manifests or the config. It renders prompts."""
 
     template: str
     """``own`` (the tokenizer's), a Jinja file, or a name in ``chat_template.NAMED_TEMPLATES``."""
@@ -479,83 +460,3 @@ def _rewrite(file: Path, content: str) -> None:
     """Replace a file; not atomic, since the folder is not published yet."""
     file.unlink(missing_ok=True)
     write_synced(file, content.encode())
-
-
-# Spans of a rendered conversation to token ids with an exact loss mask. The text is encoded as a whole, as at
-# inference. If a token crosses the boundary of an answer, the two sides are encoded separately: at inference the prompt
-# ends there, so the model cannot produce that token.
-
-# Prefixes for encoding a text as a continuation; the first one that shares no token with the text is used.
-ANCHORS = ("\n", "0", "|", ".")
-
-
-def encode_spans(
-    spans: Sequence[TextSpan], tokenizer: Tokenizer, parse_special: bool = False
-) -> tuple[list[int], list[bool]]:
-    """Return (ids, whether each has loss) of a rendered conversation.
-
-    ``parse_special`` is for spans of a tokenizer's template, whose text contains names of control tokens.
-    Raises RecordError.
-    """
-    ids: list[int] = []
-    learn: list[bool] = []
-    for control, group in groupby(spans, lambda span: _control_id(span, tokenizer)):
-        run = list(group)
-        if control is None:
-            tokens, marks = _encode_run(run, tokenizer, parse_special)
-        else:
-            tokens, marks = [control] * len(run), [span.learn for span in run]
-        ids += tokens
-        learn += marks
-    return ids, learn
-
-
-def _control_id(span: TextSpan, tokenizer: Tokenizer) -> int | None:
-    """Return the id of a control token; None for text and for control tokens that the tokenizer does not have."""
-    if not span.control:
-        return None
-    number = tokenizer.control(span.text)
-    return tokenizer.end if number is None and span.text == END else number
-
-
-def control_text(span: TextSpan, tokenizer: Tokenizer) -> str:
-    """Return the text of a span; for a control token, the name of its id."""
-    number = _control_id(span, tokenizer)
-    return span.text if number is None else tokenizer.token_name(number)
-
-
-def _encode_run(run: Sequence[TextSpan], tokenizer: Tokenizer, parse_special: bool) -> tuple[list[int], list[bool]]:
-    """Return (ids, whether each has loss) of successive text spans."""
-    text = "".join(span.text for span in run)
-    if not text:
-        return [], []
-    boundaries: list[int] = []  # first characters of parts with and without loss
-    learn: list[bool] = []
-    position = 0
-    for span in run:
-        if not learn or learn[-1] != span.learn:
-            boundaries.append(position)
-            learn.append(span.learn)
-        position += len(span.text)
-    spans = tokenizer.spans(text, parse_special)
-    starts, ends = np.array(spans.starts), np.array(spans.ends)
-    if not any(((starts < boundary) & (ends > boundary)).any() for boundary in boundaries[1:]):
-        return spans.ids, np.array(learn)[np.searchsorted(boundaries, starts, side="right") - 1].tolist()
-    ids: list[int] = []
-    marks: list[bool] = []
-    for start, stop, is_learned in zip(boundaries, [*boundaries[1:], len(text)], learn, strict=True):
-        part = _encode_part(text[start:stop], tokenizer, parse_special, is_continued=start > 0)
-        ids += part
-        marks += [is_learned] * len(part)
-    return ids, marks
-
-
-def _encode_part(text: str, tokenizer: Tokenizer, parse_special: bool, is_continued: bool) -> list[int]:
-    """Return the ids of a text; ``is_continued``: without the space that begins a text."""
-    if not is_continued:
-        return tokenizer.spans(text, parse_special).ids
-    for anchor in ANCHORS:
-        before, both = (tokenizer.spans(one, parse_special).ids for one in (anchor, anchor + text))
-        if both[: len(before)] == before:
-            return both[len(before) :]
-    raise RecordError("template_refuses", "no token ends where an answer begins")

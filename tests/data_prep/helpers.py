@@ -27,7 +27,7 @@ import sentencepiece
 from data_prep.lib.dataset import read_manifest
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.system.errors import run_main
-from megatron_llama.text.chat_template import TextSpan
+from megatron_llama.text.loss_spans import TextSpan
 from tests.paths import ROOT
 from tests.processes import run_forked
 

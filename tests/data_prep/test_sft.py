@@ -17,12 +17,12 @@ from data_prep.lib.sets import ExampleOptions, build_chat_format
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import (
     TrainedTemplate,
-    encode_spans,
     load_own_template,
     trained_template,
     write_trained_template,
 )
 from megatron_llama.text.conversation import REASONS, Turn
+from megatron_llama.text.loss_spans import encode_spans
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer
 from megatron_llama.tools.inference.chat import PromptBuilder
 from tests.data_prep.helpers import BAD_LINES, CHATML, GOOD, assert_refused, chat_line, output_of, read, run_script

@@ -15,8 +15,9 @@ from data_prep.lib.records import parse_pair, parse_turns
 from data_prep.lib.sets import ExampleOptions, build_chat_format
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.text import sandbox
-from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, TextSpan, encode_spans, load_own_template
+from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, load_own_template
 from megatron_llama.text.conversation import LABELLED, REASONING_OMITTED, REASONS, RecordError, Turn, labelled_turns
+from megatron_llama.text.loss_spans import TextSpan, encode_spans
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from tests.data_prep.helpers import CHATML, SPECIAL, shown
 

@@ -39,13 +39,9 @@ class ExactNorm(RMSNorm):
     @recomputable
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] to [..., h]."""
-        how = self.total, _mean, self.counts
+        how = self.total, lambda squares: squares.mean(-1, keepdim=True), self.counts
         normalized: Tensor = _ExactNormalize.apply(x.contiguous(), self.weight, self.eps, *how)
         return normalized
-
-
-def _mean(x: Tensor) -> Tensor:
-    return x.mean(-1, keepdim=True)
 
 
 class _ExactNormalize(torch.autograd.Function):

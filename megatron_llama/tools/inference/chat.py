@@ -20,13 +20,11 @@ from megatron_llama.text.chat_template import (
     OWN,
     Jinja,
     NamedTemplate,
-    TextSpan,
     TrainedTemplate,
-    control_text,
-    encode_spans,
     end_of_answer,
 )
 from megatron_llama.text.conversation import NO_CONTEXT, RecordError, TemplateContext, Turn, called_functions
+from megatron_llama.text.loss_spans import TextSpan, control_text, encode_spans
 from megatron_llama.text.tokenizer import Tokenizer
 from megatron_llama.tools.inference.arguments import not_utf8
 from megatron_llama.tools.inference.generator import Generator
