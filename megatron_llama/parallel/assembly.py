@@ -1,7 +1,8 @@
 """Assembly of a rank's blocks: ``block_parts`` and ``block_wrappers`` execute the steps of plan/steps.py.
 
-Each step is a function of a table. ``PARTS`` changes the ``BlockParts`` that constructors take, ``WRAPPERS`` returns
-functions around a block's methods, and ``CHUNKS`` changes a built chunk on the meta device.
+Each step is a function of a table, except tp and pp, which megatron-core's layers and schedules apply. ``PARTS``
+changes the ``BlockParts`` that constructors take, ``WRAPPERS`` returns functions around a block's methods, and
+``CHUNKS`` changes a built chunk on the meta device.
 """
 
 from __future__ import annotations
