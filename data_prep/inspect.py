@@ -76,7 +76,7 @@ def decoded(
         yield "(no tokenizer to decode it: write --tokenizer-model PATH)"
         return
     from data_prep.lib.tokenizer_backends import load_encoder
-    from megatron_llama.config.hf_config import resolve_hub_name
+    from megatron_llama.config.hub import resolve_hub_name
 
     library = (manifest or {}).get("options", {}).get("tokenizer_library", "sentencepiece")
     path = resolve_hub_name(path)

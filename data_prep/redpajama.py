@@ -43,7 +43,7 @@ from data_prep.lib.job import RunOptions, add_bad_line_flag, cores
 from data_prep.lib.next_command import blend_words, new_model_words, next_command
 from data_prep.lib.sets import TextOptions, make_text_set
 from megatron_llama.config.data_settings import strip_compression
-from megatron_llama.config.hf_config import resolve_hub_name
+from megatron_llama.config.hub import resolve_hub_name
 from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import write_atomically

@@ -286,16 +286,18 @@ def _print_plan(plan: Plan) -> int:
 
 
 def _check_weights(plan: Plan) -> list[Problem]:
-    """Return the problem of an ``init_from`` of config.json alone, before data is prepared. A dry run needs no more."""
+    """Download missing weights of ``init_from``, or return their problem, before data is prepared; no dry run does."""
     from megatron_llama.arch.checkpoint_formats import is_foreign
     from megatron_llama.config.hf_config import has_weights, missing_weights
+    from megatron_llama.config.hub import fetch_weights
     from megatron_llama.config.stored import has_run
 
     folder, run_dir = plan.config.init_from, plan.config.run.dir
     resumes = plan.config.checkpoint.resume not in ("auto", "never") or (run_dir and has_run(Path(run_dir)))
-    if folder is None or resumes or not Path(folder).is_dir() or has_weights(Path(folder)) or is_foreign(folder):
+    if folder is None or resumes or not Path(folder).is_dir() or is_foreign(folder):
         return []
-    return [missing_weights(Path(folder))]
+    problems = fetch_weights(folder)
+    return problems if problems or has_weights(Path(folder)) else [missing_weights(Path(folder))]
 
 
 def _check_datasets(plan: Plan) -> list[Problem]:

@@ -6,6 +6,7 @@ torch_dist write the weights for torchtitan and Megatron. Needs no GPU and strea
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
-def main() -> int:
-    """Run the command; return 0 on success, 1 for a damaged checkpoint, 2 for invalid arguments."""
+def read_arguments() -> argparse.Namespace:
+    """Return the command's arguments. Exits with status 2 for invalid ones."""
     from megatron_llama.system.command import ArgumentParser
     from megatron_llama.system.programs import name_commands
 
@@ -31,22 +32,35 @@ def main() -> int:
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="maximum file size, 10^9 bytes (default: 5)")
     formats = "hf: a Hugging Face folder; dcp: weights for torchtitan; torch_dist: weights for Megatron (default: hf)"
     parser.add_argument("--format", choices=("hf", "dcp", "torch_dist"), default="hf", help=formats)
+    about = "upload the folder to a repository of the Hugging Face hub, new ones private; needs HF_TOKEN"
+    parser.add_argument("--push-to-hub", metavar="ORG/NAME", help=about)
     arguments = parser.parse_args()
     average, decay = arguments.average, arguments.average_decay
     if average < 1 or not 0 < decay <= 1 or (arguments.format != "hf" and average > 1):
         parser.error("--average must be at least 1 (with --format hf), --average-decay above 0 and at most 1")
+    if arguments.push_to_hub is not None and arguments.format != "hf":
+        parser.error("--push-to-hub needs --format hf")
+    return arguments
+
+
+def main() -> int:
+    """Run the command; return 0 on success, 1 for a damaged checkpoint, 2 for invalid arguments."""
+    arguments = read_arguments()
+    average, decay = arguments.average, arguments.average_decay
     # Imported here: --help needs no torch.
     from megatron_llama.checkpoint.export import export
     from megatron_llama.checkpoint.folder import find_checkpoint
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.config import ConfigError
-    from megatron_llama.config.hf_config import resolve_hub_name
+    from megatron_llama.config.hub import check_upload, resolve_hub_name, upload_folder
     from megatron_llama.system.progress import ProgressBar
 
     try:
         checkpoint = find_checkpoint(arguments.checkpoint)
+        if arguments.push_to_hub is not None:
+            check_upload(arguments.push_to_hub)
         largest = int(arguments.max_shard_gb * 1e9)
-        base = None if arguments.base is None else Path(resolve_hub_name(str(arguments.base)))
+        base = None if arguments.base is None else Path(resolve_hub_name(str(arguments.base), weights=True))
         with ProgressBar("export", "percent", 100) as bar:
             options: dict[str, Any] = {"merge": arguments.merge, "base": base, "average": average, "decay": decay}
             options["progress"] = lambda written, of: bar.show(100 * written // of)
@@ -66,6 +80,12 @@ def main() -> int:
         f"{checkpoint}{others} is now {made.folder}: {made.bytes / 1e6:,.1f} MB of {made.dtype} in {len(made.files)} "
         f"file{'s' * (len(made.files) > 1)}{end}\n"
     )
+    if arguments.push_to_hub is not None:
+        try:
+            sys.stdout.write(f"uploaded: {upload_folder(made.folder, arguments.push_to_hub)}\n")
+        except ConfigError as error:
+            sys.stderr.write(f"{error}\n")
+            return 1
     return 0
 
 

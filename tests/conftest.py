@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 # Commands that tests run get one thread too: pools of threads that spin are in each other's way on two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"  # names of the hub are not looked up
 # No pool of Inductor workers per forked rank. Inductor reads this at import.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import torch  # noqa: E402

@@ -17,7 +17,7 @@ from data_prep.lib.parquet_csv import is_columnar
 from data_prep.lib.records import BOM, loads, parse_line
 from data_prep.lib.sources import STDIN, Source, compression_of, describe_unsupported, inspect, read_chunks, unpack
 from megatron_llama.config.data_settings import RAW_DATA_SUFFIXES, TABLE_SUFFIXES, strip_compression
-from megatron_llama.config.hf_config import DATASET, download_hint, resolve_hub_name
+from megatron_llama.config.hub import DATASET, download_hint, resolve_hub_name
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.conversation import RecordError
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from data_prep.lib.dataset import read_manifest
 from megatron_llama.config import ModelConfig
-from megatron_llama.config.hf_config import CONFIG, resolve_hub_name
+from megatron_llama.config.hf_config import CONFIG
+from megatron_llama.config.hub import resolve_hub_name
 from megatron_llama.config.problems import write_override
 from megatron_llama.system.programs import IN_CHECKOUT, name_commands, running_command
 from megatron_llama.system.wrapping import wrap_command

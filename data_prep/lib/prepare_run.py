@@ -27,7 +27,7 @@ from megatron_llama.config.data_settings import (
     raw_data_tokenizer,
     validation_sets,
 )
-from megatron_llama.config.hf_config import short_name
+from megatron_llama.config.hub import short_name
 from megatron_llama.config.settings import DataConfig
 from megatron_llama.system.errors import LaunchFailed, MachineError, Stopped, UserError
 from megatron_llama.system.files import sha256_file, try_lock, user_cache, wait_for_lock

@@ -19,7 +19,7 @@ from data_prep.lib.records import TEXT
 from data_prep.lib.sources import Source, header_of, with_array
 from data_prep.lib.tokenizer_backends import Encoder, load_encoder
 from megatron_llama.config.data_settings import MASK_SUFFIX, is_table, is_template_file
-from megatron_llama.config.hf_config import resolve_hub_name
+from megatron_llama.config.hub import resolve_hub_name
 from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, NamedTemplate, RenderedText, TrainedTemplate

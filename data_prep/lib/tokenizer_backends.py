@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_llama.config.hf_config import download_hint
+from megatron_llama.config.hub import download_hint
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import read_whole
 from megatron_llama.system.installed import pip_install

@@ -38,13 +38,12 @@ from megatron_llama.config import ConfigError, ModelConfig, Problem
 from megatron_llama.config.hf_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
-    INDEX,
     NO_HF_BLOCKS,
-    SINGLE,
     changes_of_base,
     hf_config,
     read_hf_config,
 )
+from megatron_llama.config.hub import INDEX, SINGLE
 from megatron_llama.config.problems import format_value
 from megatron_llama.config.settings import MODEL_TYPES
 from megatron_llama.system.files import FolderTaken, atomic_folder, check_free, sha256_file, write_synced

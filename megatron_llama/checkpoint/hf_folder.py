@@ -27,7 +27,8 @@ from megatron_llama.checkpoint.stored_tensors import (
     read_json,
 )
 from megatron_llama.config import ConfigError, ModelConfig, Problem
-from megatron_llama.config.hf_config import INDEX, SINGLE, missing_weights
+from megatron_llama.config.hf_config import missing_weights
+from megatron_llama.config.hub import INDEX, SINGLE
 
 # Old exporters wrote these tensors; the config defines their values.
 _DERIVED = ".rotary_emb.inv_freq"

@@ -14,7 +14,7 @@ from megatron_llama.arch.shapes import head_dim, kv_heads, parameters, whole_mod
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import FinetuneConfig, ModelConfig
 from megatron_llama.config.data_settings import split_weights
-from megatron_llama.config.hf_config import hub_name, short_name
+from megatron_llama.config.hub import hub_name, short_name
 from megatron_llama.system.files import read_whole
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.tables import plural, short_count

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Any
 
-from megatron_llama.config.hf_config import DATASET, resolve_hub_name
+from megatron_llama.config.hub import DATASET, resolve_hub_name
 from megatron_llama.config.limits import at_least, is_weight, one_of
 from megatron_llama.config.problems import Problem, closest_match, format_value, quote_value
 from megatron_llama.config.settings import Config, DataConfig

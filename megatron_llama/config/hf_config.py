@@ -1,4 +1,4 @@
-"""A model's shape from Hugging Face's config.json, and back; adapters' configs; names of the hub in the local cache."""
+"""A model's shape from Hugging Face's config.json, and back; adapters' configs; checks of model folders."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from megatron_llama.config.hub import INDEX, SINGLE, download_hint, resolve_hub_name, short_name
 from megatron_llama.config.problems import MOST_SHOWN, Problem, format_value, shorten, show_value
 from megatron_llama.config.rope import (
     EXTENSIONS,
@@ -241,7 +242,7 @@ def fill_from_folders(
 ) -> None:
     """Assign the model's shape from the folder in ``init_from``, and LoRA's settings from the adapter's folder.
 
-    Hub names become folders of the local cache if it contains them.
+    Hub names become folders of the local cache (``config/hub.py``).
 
     Args:
         config: Config before it is typed; ``assign`` sets its values.
@@ -385,59 +386,6 @@ def unsupported_lora(content: dict[str, Any]) -> list[str]:
     return clauses
 
 
-# Folders of Hugging Face hub names, such as meta-llama/Llama-2-7b-hf, in huggingface_hub's local cache:
-# models--org--name/snapshots/COMMIT, and refs/main with the newest commit. Nothing is downloaded, since compute nodes
-# often have no internet access and a thousand ranks would fetch 140 GB each. The message has the download command.
-
-MODEL, DATASET = "model", "dataset"
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_NAME = re.compile(r"(?!models/|corpora/|datasets/)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
-def is_hub_name(name: str) -> bool:
-    """Return whether ``name`` could be a hub name. A relative path of two parts could be one too.
-
-    No hub account is called models, corpora or datasets, which are common folder names.
-    """
-    return bool(_NAME.fullmatch(name)) and ".." not in name and "--" not in name
-
-
-def resolve_hub_name(name: str, kind: str = MODEL) -> str:
-    """Return the cached folder of a hub name.
-
-    Existing paths, other names and names that are not in the cache are returned unchanged. The check of paths then
-    rejects a missing one with ``download_hint``.
-    """
-    if os.path.exists(name) or not is_hub_name(name):
-        return name
-    repository = cache_folder() / f"{kind}s--{name.replace('/', '--')}"
-    try:
-        commit = (repository / "refs" / "main").read_text(encoding="ascii").strip()
-        commits = [commit]
-    except (OSError, UnicodeDecodeError):
-        commits = [path.name for path in repository.glob("snapshots/*")]  # downloaded by commit hash
-    folders = [repository / "snapshots" / commit for commit in commits]
-    return str(folders[0]) if len(folders) == 1 and folders[0].is_dir() else name
-
-
-def cache_folder() -> Path:
-    """Return huggingface_hub's cache folder, from its environment variables."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
-    home = os.environ.get("HF_HOME") or os.path.join(home, "huggingface")
-    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
-    return Path(os.path.expandvars(os.path.expanduser(named)))
-
-
-def download_hint(name: str, kind: str = MODEL) -> str:
-    """Return the end of a message with the download command, for a hub name or an incomplete snapshot; else ""."""
-    whole = hub_name(name)
-    if whole:
-        return f", or download the files that the cache lacks: {_command(whole, kind)}"
-    if not is_hub_name(name) or os.path.exists(name):
-        return ""
-    return f", or download the {kind}, which is not in the Hugging Face cache {cache_folder()}: {_command(name, kind)}"
-
-
 def missing_folder(folder: str) -> Problem:
     """Return the problem of an ``init_from`` that does not exist."""
     rule = f"there is no such folder (seen from {os.getcwd()})"
@@ -464,19 +412,3 @@ def missing_weights(folder: Path) -> Problem:
         code = f"model = LlamaForCausalLM.from_pretrained({name}); model.save_pretrained({name})"
         instead = f"if you trust its source, convert it in Python with transformers: {code}"
     return Problem("init_from", str(folder), rule, instead)
-
-
-def short_name(folder: str) -> str:
-    """Return a folder's name, or the repository's name if the folder is a snapshot of a hub repository."""
-    return hub_name(folder).rpartition("/")[2] or os.path.basename(os.path.abspath(folder))
-
-
-def hub_name(folder: str) -> str:
-    """Return the hub name of the repository whose snapshot a folder is; "" for other folders."""
-    path = Path(os.path.abspath(folder))
-    _, _, name = path.parent.parent.name.partition("s--")
-    return name.replace("--", "/") if path.parent.name == "snapshots" else ""
-
-
-def _command(name: str, kind: str) -> str:
-    return f"hf download {name}" + (" --repo-type dataset" if kind == DATASET else "")

@@ -570,8 +570,8 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     init_from: str | None = None
-    """Folder with initial weights, or the hub name of a model in the local cache. The folder is a Hugging Face model,
-    or a checkpoint of Megatron, NeMo 2, torchtitan, accelerate or the Trainer. See
+    """Folder with initial weights, or the hub name of a model, as org/name or org/name@revision. The folder is a
+    Hugging Face model, or a checkpoint of Megatron, NeMo 2, torchtitan, accelerate or the Trainer. See
     docs/guides/data/import_checkpoint.md"""
     allow_targets: list[str] = field(default_factory=list)
     """Further classes that optim.schedule may have as _target_, in addition to the schedules of torch, NeMo and this

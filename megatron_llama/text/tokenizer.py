@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.config.hf_config import download_hint
+from megatron_llama.config.hub import download_hint
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json, read_whole, sha256_file
 from megatron_llama.system.installed import pip_install

@@ -39,7 +39,6 @@ from benchmarks.launches import Work, forecast
 from benchmarks.peers import train_ours
 from benchmarks.studies import STUDIES, Trained
 from benchmarks.train import page
-from benchmarks.verify import long_step
 from megatron_llama import cli
 from megatron_llama.config import ConfigError
 from tests.compiled import needs_compiler
@@ -473,33 +472,6 @@ def test_finished_run_is_not_repeated(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(studies, "run_program", program)
     first, second = (studies.train(tmp_path, ["model=llama_2m"]) for _ in range(2))
     assert len(started) == 1 and first == second and first.records[0]["val_loss"] == 2.0
-
-
-def test_live_bytes_follow_tensors() -> None:
-    before = long_step.live_bytes()
-    tensor = torch.ones(16 << 20)
-    assert abs(long_step.live_bytes() - before - tensor.nbytes) < 1 << 20
-
-
-@pytest.mark.parametrize(
-    ("status", "output", "expected"),
-    [
-        (1, "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes", True),
-        (1, "RuntimeError: Connection closed by peer", False),
-        (0, "MemoryError", False),
-    ],
-)
-def test_only_a_refused_allocation_is_out_of_memory(status: int, output: str, expected: bool) -> None:
-    assert long_step.out_of_memory(status, output) is expected
-
-
-@pytest.mark.slow
-def test_one_process_needs_more_memory_than_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert long_step.main(["--length", "8192", "--window", "1024", "--limit-mib", "1250"]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[0])
-    assert result["planned"] == pytest.approx(result["rehearsed"], rel=0.1)
-    # The sampler misses peaks of some milliseconds.
-    assert max(result["peaks"]) == pytest.approx(result["rehearsed"], rel=0.2)
 
 
 SETTINGS = "model=llama_2m data=mock device=cpu data.seq_length=64 trainer.steps=3 trainer.precision=fp32".split()

@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch._inductor import config as inductor
 
-from benchmarks.verify.long_step import heap_counters
 from megatron_llama.config import ConfigError
 from megatron_llama.devices import NAMES, device_named, get_device, ignored_devices
 from megatron_llama.devices.cpu import device as cpu
@@ -103,15 +102,22 @@ def test_memory_is_what_control_groups_leave(
     assert get_device("cpu").memory_bytes() == expected
 
 
+def _free_bytes() -> int:
+    """Free memory of glibc's heap: ``fordblks`` of struct mallinfo2, the ninth of ten numbers."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = type("Mallinfo", (ctypes.Structure,), {"_fields_": [("counters", ctypes.c_size_t * 10)]})
+    return int(mallinfo().counters[8])
+
+
 def _free_heap(_: int, activation_bytes: int) -> tuple[int, int]:
     """Free large tensors among small ones; return the free bytes of the heap before and after."""
     device = get_device("cpu")
     device.enter(0, 1)
     device.prepare_memory(activation_bytes)
-    before = heap_counters().fordblks
+    before = _free_bytes()
     tensors = [torch.ones(size) for _ in range(8) for size in (5 << 20, 1000)]
     del tensors[::2]
-    return before, heap_counters().fordblks
+    return before, _free_bytes()
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")

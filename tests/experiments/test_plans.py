@@ -313,7 +313,7 @@ CHEAP = (
 
 
 def test_one_trains(tmp_path: Path) -> None:
-    """Mock data and one rank, for speed; `python -m benchmarks.verify.recipes` trains all recipes on text."""
+    """Mock data and one rank, for speed."""
     words = ("+experiment=pretrain_llama3_8b", "+scaled=laptop", "data.mock=true", "data.tokenizer=null")
     status, output = run_train_py(tmp_path / "run", *words, *CHEAP, "trainer.tp=1", "trainer.steps=6")
     assert status == 0, output

@@ -25,7 +25,8 @@ from megatron_llama.checkpoint.manifest import _checksum as checksum_of
 from megatron_llama.checkpoint.storage import save_part
 from megatron_llama.checkpoint.stored_tensors import Rectangles
 from megatron_llama.config import ModelConfig
-from megatron_llama.config.hf_config import INDEX, SINGLE, hf_config
+from megatron_llama.config.hf_config import hf_config
+from megatron_llama.config.hub import INDEX, SINGLE
 from megatron_llama.config.settings_table import settings_by_name
 from megatron_llama.corpus.indexed_format import HEADER, MAGIC
 from megatron_llama.train.metrics_file import METRICS_FILE

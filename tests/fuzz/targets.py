@@ -24,7 +24,8 @@ from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError, load_config
-from megatron_llama.config.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX
+from megatron_llama.config.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from megatron_llama.config.hub import INDEX
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.data.checks import check_data
 from megatron_llama.data.epoch_index import make_epoch

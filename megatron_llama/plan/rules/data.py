@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_llama.arch.checkpoint_formats import LABELS, OURS, WEIGHTS_ONLY, is_foreign, recognize
 from megatron_llama.arch.shapes import head_dim, kv_heads
-from megatron_llama.config import hf_config
+from megatron_llama.config import hf_config, hub
 from megatron_llama.config.data_settings import (
     DISCRETE,
     MASK_SUFFIX,
@@ -212,7 +212,7 @@ def _data(config: Config, exists: Exists) -> Iterator[Problem]:
                 yield from _dataset(data, name, path + MASK_SUFFIX, exists)
     if data.tokenizer is not None and not exists(data.tokenizer):
         instead = f"make it with: {data.prepare}" if data.prepare else "write data.tokenizer=null, or its path"
-        yield Problem("data.tokenizer", data.tokenizer, no_file, instead + hf_config.download_hint(data.tokenizer))
+        yield Problem("data.tokenizer", data.tokenizer, no_file, instead + hub.download_hint(data.tokenizer))
 
 
 def _dataset(data: DataConfig, name: str, path: str, exists: Exists) -> Iterator[Problem]:
@@ -231,7 +231,7 @@ def _dataset(data: DataConfig, name: str, path: str, exists: Exists) -> Iterator
         instead = advice
     elif data.kind == "sft":
         instead = "make it with python data_prep/sft.py: docs/guides/data/sft_data.md"
-        instead += "" if path.endswith(MASK_SUFFIX) else hf_config.download_hint(path, hf_config.DATASET)
+        instead += "" if path.endswith(MASK_SUFFIX) else hub.download_hint(path, hub.DATASET)
     else:
         instead = "write the path of an indexed dataset without .bin and .idx, or data=mock for random tokens"
     yield Problem(name, path, rule, instead)
@@ -266,7 +266,7 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
         yield Problem("init_from", folder, f"is not supported: {'; '.join(clauses)}", "write another model's folder")
         return
     different = hf_config.compare_shapes(ours, content)
-    if len(different) > 1 and config.model.name != hf_config.short_name(folder):
+    if len(different) > 1 and config.model.name != hub.short_name(folder):
         rule = f"has another shape than model={config.model.name}: {', '.join(different)} differ"
         yield Problem(
             "init_from", folder, rule, f"write model={hf_config.FROM_HF}, which takes the shape from this folder"

@@ -18,15 +18,12 @@ from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, read_j
 from megatron_llama.config import Config, ConfigError, FinetuneConfig, ModelConfig, Problem
 from megatron_llama.config.hf_config import (
     ADAPTER_CONFIG,
-    INDEX,
-    SINGLE,
-    download_hint,
     fill_from_adapter,
     read_hf_config,
-    resolve_hub_name,
     shape_from_hf,
     unsupported_architecture,
 )
+from megatron_llama.config.hub import INDEX, SINGLE, download_hint, resolve_hub_name
 from megatron_llama.config.settings_table import check_limits
 from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.plan.rules import RULES
@@ -63,15 +60,15 @@ def open_saved_model(path: Path, base: Path | None = None) -> SavedModel:
 
     Args:
         path: checkpoint, run folder (its newest checkpoint), Hugging Face folder, PEFT adapter, or the name of a hub
-            model in the local cache.
+            model.
         base: base model of LoRA, if its folder has moved; a folder or hub name.
 
     Raises:
         ConfigError: the path is none of these.
         CorruptFile: a file is damaged.
     """
-    path = Path(resolve_hub_name(str(path)))
-    base = None if base is None else Path(resolve_hub_name(str(base)))
+    path = Path(resolve_hub_name(str(path), weights=True))
+    base = None if base is None else Path(resolve_hub_name(str(base), weights=True))
     if (path / ADAPTER_CONFIG).is_file() and not any((path / name).is_file() for name in (INDEX, SINGLE)):
         return _open_adapter(path, base)
     if (path / "config.json").is_file():
@@ -143,7 +140,7 @@ def _open_adapter(folder: Path, base: Path | None) -> SavedModel:
             raise ConfigError(problems)
     if base is None:
         named = read_hf_config(str(folder), ADAPTER_CONFIG).get("base_model_name_or_path")
-        named = resolve_hub_name(named) if isinstance(named, str) else None
+        named = resolve_hub_name(named, weights=True) if isinstance(named, str) else None
         if not named or not (Path(named) / "config.json").is_file():
             rule = f"the adapter's base_model_name_or_path {named!r} is not a model folder"
             raise ConfigError([Problem("--base", None, rule, "write --base FOLDER, with the adapter's base model")])

@@ -1,0 +1,197 @@
+"""Models and datasets of the Hugging Face hub: names, and downloads and uploads by huggingface_hub (the extra hub)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_llama.config.problems import ConfigError, Problem
+from megatron_llama.system.files import read_json
+from megatron_llama.system.tables import gib
+
+MODEL, DATASET = "model", "dataset"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_NAME = re.compile(r"(?!models/|corpora/|datasets/)([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(\w[\w./-]*))?")
+_SMALL = ["*.json", "*.jinja", "*.model", "tokenizer*", "adapter_model*"]
+"""Files of a model that a plan, a tokenizer and an adapter need; in its top folder, as is the rest of ``_WHOLE``."""
+_WHOLE = [*_SMALL, "model*.safetensors"]
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_failures: dict[str, str] = {}
+"""Reasons why names were not downloaded by this process."""
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether ``name`` could be a hub name, perhaps with a revision: ``org/name@revision``.
+
+    A relative path of two parts could be one too. No hub account is called models, corpora or datasets, which are
+    common folder names.
+    """
+    return bool(_NAME.fullmatch(name)) and ".." not in name and "--" not in name
+
+
+def resolve_hub_name(name: str, kind: str = MODEL, *, weights: bool = False) -> str:
+    """Return the cached folder of a hub name, downloaded first if the cache lacks it.
+
+    Existing paths and other names are returned unchanged, as are names that cannot be downloaded: the check of paths
+    then rejects a missing one with ``download_hint``.
+
+    Args:
+        weights: Download a model's weights too. ``fetch_weights`` does it later.
+    """
+    if os.path.exists(name) or not is_hub_name(name):
+        return name
+    try:
+        return _snapshot(name, kind, _WHOLE if weights else _SMALL)
+    except Exception as error:  # of huggingface_hub, its HTTP library, the disk
+        _failures[name] = _reason(error)
+        return name
+
+
+def fetch_weights(folder: str) -> list[Problem]:
+    """Download the weights of a hub model's snapshot ``folder``, if it lacks some; return the problem of a failure."""
+    path, name = Path(folder), hub_name(folder)
+    try:
+        if not name or (path / SINGLE).exists() or _is_complete(path):
+            return []
+        _snapshot(f"{name}@{path.name}", MODEL, _WHOLE)
+    except Exception as error:  # of huggingface_hub, its HTTP library, the disk
+        rule = f"its weights could not be downloaded: {_reason(error)}"
+        return [Problem("init_from", folder, rule, f"run the same command again, or {_command(name, MODEL)}")]
+    return []
+
+
+def _is_complete(snapshot: Path) -> bool:
+    """Return whether a snapshot has all files of its index of weights. Raises OSError or ValueError."""
+    index = snapshot / INDEX
+    return index.exists() and all((snapshot / file).exists() for file in {*read_json(index)["weight_map"].values()})
+
+
+def _snapshot(name: str, kind: str, files: list[str]) -> str:
+    """Return the folder of a dataset or of a model's ``files``, downloaded if the cache lacks some. Raises OSError."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    matched = _NAME.fullmatch(name)
+    assert matched is not None
+    options: dict[str, Any] = {"repo_type": kind, "revision": matched[2], "cache_dir": cache_folder()}
+    if kind == MODEL:
+        options |= {"allow_patterns": files, "ignore_patterns": ["*/*"]}
+    try:
+        return snapshot_download(matched[1], local_files_only=True, **options)
+    except LocalEntryNotFoundError:
+        if os.path.isdir(first := name.partition("/")[0]):
+            raise OSError(f"{first}/ is a folder here") from None
+        if any(os.environ.get(rank) for rank in _RANKS):
+            raise OSError("each rank of a launcher would download it") from None
+        if constants.HF_HUB_OFFLINE:
+            raise OSError("HF_HUB_OFFLINE is set") from None
+    options["endpoint"] = os.environ.get("HF_ENDPOINT")
+    missing = snapshot_download(matched[1], dry_run=True, tqdm_class=_no_bar(), **options)
+    folder, size = cache_folder(), sum(file.file_size for file in missing if file.will_download)
+    folder.mkdir(parents=True, exist_ok=True)
+    if size > (free := shutil.disk_usage(folder).free):
+        raise OSError(f"it has {gib(size)}, and {folder} has {gib(free)} free")
+    sys.stderr.write(f"downloading {name} to {folder}: {gib(size)}\n")
+    return snapshot_download(matched[1], **options)
+
+
+def _no_bar() -> type[Any]:
+    """Return a progress bar that shows nothing."""
+    from huggingface_hub.utils import tqdm
+
+    class Silent(tqdm):  # type: ignore[misc]
+        def __init__(self, *values: Any, **options: Any) -> None:
+            super().__init__(*values, **{**options, "disable": True})
+
+    return Silent
+
+
+def check_upload(name: str) -> None:
+    """Check before a long export that ``upload_folder`` has a valid name and a token. Raises ConfigError."""
+    try:
+        from huggingface_hub import HfApi
+
+        if not is_hub_name(name) or "@" in name:
+            raise ValueError("must be a hub name: org/name")
+        HfApi(endpoint=os.environ.get("HF_ENDPOINT")).whoami()
+    except Exception as error:  # of huggingface_hub, its HTTP library, the disk
+        raise ConfigError([_upload_problem(name, error)]) from None
+
+
+def upload_folder(folder: Path, name: str) -> str:
+    """Upload a model's folder as one commit; a new repository is private. Returns the commit's URL.
+
+    Raises:
+        ConfigError: The token's account may not write there, or the hub does not answer.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+    try:
+        api.create_repo(name, private=True, exist_ok=True)
+        return str(api.upload_folder(repo_id=name, folder_path=folder, commit_message=f"Upload {name}").commit_url)
+    except Exception as error:
+        raise ConfigError([_upload_problem(name, error)]) from None
+
+
+def _upload_problem(name: str, error: Exception) -> Problem:
+    instead = "write org/name of your account, and set HF_TOKEN to a token that may write"
+    return Problem("--push-to-hub", name, f"cannot be uploaded: {_reason(error)}", instead)
+
+
+def _reason(error: Exception) -> str:
+    """Return why a download failed, in a line."""
+    text = {
+        "GatedRepoError": "its owner grants access: accept the terms on its page, and set HF_TOKEN",
+        "RepositoryNotFoundError": "the hub has no such name, or it is private: set HF_TOKEN",
+        "LocalTokenNotFoundError": "there is no token",
+        "RevisionNotFoundError": "it has no such revision",
+        "LocalEntryNotFoundError": f"no answer from {os.environ.get('HF_ENDPOINT') or 'https://huggingface.co'}",
+        "DryRunError": f"no answer from {os.environ.get('HF_ENDPOINT') or 'https://huggingface.co'}",
+        "ModuleNotFoundError": "downloads need huggingface_hub: pip install 'megatron_llama[hub]'",
+    }
+    causes = [type(error).__name__, type(error.__cause__).__name__]
+    reasons = [text[cause] for cause in reversed(causes) if cause in text]
+    return reasons[0] if reasons else " ".join(str(error).split())[:300] or causes[0]
+
+
+def cache_folder() -> Path:
+    """Return huggingface_hub's cache folder, from its environment variables."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+    home = os.environ.get("HF_HOME") or os.path.join(home, "huggingface")
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    return Path(os.path.expandvars(os.path.expanduser(named)))
+
+
+def download_hint(name: str, kind: str = MODEL) -> str:
+    """Return the end of a message with the download command, for a hub name or an incomplete snapshot; else ""."""
+    whole = hub_name(name)
+    if whole:
+        return f", or download the files that the cache lacks: {_command(whole, kind)}"
+    if not is_hub_name(name) or os.path.exists(name):
+        return ""
+    tried = f" (tried: {_failures[name]})" if name in _failures else ""
+    hint = f", or download the {kind}, which is not in the Hugging Face cache {cache_folder()}{tried}"
+    return f"{hint}: {_command(name, kind)}"
+
+
+def short_name(folder: str) -> str:
+    """Return a folder's name, or the repository's name if the folder is a snapshot of a hub repository."""
+    return hub_name(folder).rpartition("/")[2] or os.path.basename(os.path.abspath(folder))
+
+
+def hub_name(folder: str) -> str:
+    """Return the hub name of the repository whose snapshot a folder is; "" for other folders."""
+    path = Path(os.path.abspath(folder))
+    _, _, name = path.parent.parent.name.partition("s--")
+    return name.replace("--", "/") if path.parent.name == "snapshots" else ""
+
+
+def _command(name: str, kind: str) -> str:
+    name, _, revision = name.partition("@")
+    kinds = " --repo-type dataset" if kind == DATASET else ""
+    return f"hf download {name}" + (f" --revision {revision}" if revision else "") + kinds
