@@ -19,7 +19,7 @@ from megatron_llama.model.recompute import without_recipes
 def run_in_chunks(chunks: int, mlp: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """[s(/t), b, h] to [s(/t), b, h]. The last chunk may be shorter. Not compiled."""
     saver: Tensor = _Saver.apply(torch.empty(0, requires_grad=True), x)
-    output: Tensor = _InChunks.apply(mlp, forward, chunks, saver.grad_fn, x, *_trained(mlp))
+    output: Tensor = _InChunks.apply(mlp, forward, chunks, [saver], x, *_trained(mlp))
     return output
 
 
@@ -31,7 +31,7 @@ class _Saver(torch.autograd.Function):
     """A node that saves the network's input before the network runs.
 
     Functions save tensors after their forward pass. Recomputation of the block stops at the last saved tensor, so it
-    would run the network.
+    would run the network. ``_InChunks`` keeps the output: before torch 2.13, ``grad_fn`` alone does not keep the node.
     """
 
     @staticmethod
@@ -55,8 +55,8 @@ class _InChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saver.saved_tensors
-        ctx.saver = None  # frees x before the end of the backward pass
+        saver = ctx.saver.pop()  # frees x before the end of the backward pass
+        (x,) = saver.grad_fn.saved_tensors
         needs_x = ctx.needs_input_grad[4]
         trained = _trained(ctx.mlp)  # with ZeRO 3, they are gathered again
         of_x: list[Tensor] = []

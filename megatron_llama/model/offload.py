@@ -81,7 +81,8 @@ class _BlockOffload:
         if self._on_device is None:  # not in __init__: fully_shard gathers the weights before the first operator
             self._on_device = {_storage(tensor) for tensor in (*self.block.parameters(), *self.shared)}
         key = _storage(tensor)
-        if key in self._on_device:
+        # With a stream, tensors on the host are random states that attention kernels save.
+        if key in self._on_device or (self.stream is not None and tensor.device.type == "cpu"):
             return tensor
         copy = self.copies.get((key, tensor.dtype))
         if copy is None:
