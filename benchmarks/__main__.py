@@ -32,7 +32,6 @@ COMMANDS = (
     "planner.published",
     "planner.fit_planner",
     "launches",
-    "exact_cost",
 )
 """The modules; the last part of the name is the command."""
 STUDIES = ("curriculum", "less_communication", "muon", "patterns", "precision", "random_ltd")

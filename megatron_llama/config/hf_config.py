@@ -30,7 +30,6 @@ FROM_HF = "from_hf"
 CONFIG = "config.json"
 MOST_BYTES = 16 << 20
 """Size limit of a config.json."""
-FOLDER_HINT = "write the folder that holds config.json and the .safetensors files"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Optional keys of config.json, with the defaults of transformers' LlamaConfig.
 _DEFAULTS: dict[str, Any] = {
@@ -268,7 +267,7 @@ def _fill_from_hf(
     try:
         content = read_hf_config(folder)
     except ValueError as error:
-        problem = Problem("init_from", folder, str(error), FOLDER_HINT + download_hint(folder))
+        problem = Problem("init_from", folder, str(error), folder_hint(folder) + download_hint(folder))
         problems.append(problem if os.path.exists(folder) else missing_folder(folder))
         return
     shape = shape_from_hf(content)
@@ -386,12 +385,19 @@ def unsupported_lora(content: dict[str, Any]) -> list[str]:
     return clauses
 
 
+def folder_hint(folder: str) -> str:
+    """Return what to write in place of a folder without a model."""
+    if os.path.exists(os.path.join(folder, ADAPTER_CONFIG)):
+        return f"write init_from=BASE, the adapter's base model, with finetune.adapter={shlex.quote(folder)}"
+    return "write the folder that holds config.json and the .safetensors files"
+
+
 def missing_folder(folder: str) -> Problem:
     """Return the problem of an ``init_from`` that does not exist."""
     rule = f"there is no such folder (seen from {os.getcwd()})"
     instead = (
-        f"download the model into it (hf download OWNER/NAME --local-dir {shlex.quote(folder)}), or {FOLDER_HINT}"
-        f"{download_hint(folder)}"
+        f"download the model into it (hf download OWNER/NAME --local-dir {shlex.quote(folder)}), or "
+        f"{folder_hint(folder)}{download_hint(folder)}"
     )
     return Problem("init_from", folder, rule, instead)
 

@@ -210,6 +210,8 @@ def test_models_of_hugging_face(folder: Path) -> None:
     """A value that no model has is one problem, and so is another shape."""
     Path("empty").mkdir()
     rows = {"no config.json": problems_of(make(**{"init_from": "empty"}))}
+    Path("empty/adapter_config.json").touch()
+    rows["an adapter"] = problems_of(make(**{"init_from": "empty"}))
     rows |= {f"shape {changes}": problems_of(make(**{"init_from": hf_folder(**changes)})) for changes in OTHER_SHAPES}
     for changes in INVALID:
         rows[f"value {changes}"] = problems_of(make(**{"init_from": hf_folder(**changes)}))

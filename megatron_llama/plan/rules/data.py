@@ -252,7 +252,7 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
                 yield Problem("init_from", folder, rule, instead)
             return
         rule = "has no config.json, so it is not a Hugging Face model folder"
-        yield Problem("init_from", folder, rule, hf_config.FOLDER_HINT)
+        yield Problem("init_from", folder, rule, hf_config.folder_hint(folder))
         return
     if not os.path.isfile(os.path.join(folder, "config.json")):
         return  # this plan is for another machine
@@ -260,7 +260,7 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
     try:
         content = hf_config.read_hf_config(folder)
     except ValueError as error:
-        yield Problem("init_from", folder, str(error), hf_config.FOLDER_HINT)
+        yield Problem("init_from", folder, str(error), hf_config.folder_hint(folder))
         return
     if clauses := hf_config.unsupported_architecture(content):
         yield Problem("init_from", folder, f"is not supported: {'; '.join(clauses)}", "write another model's folder")
