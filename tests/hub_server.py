@@ -45,7 +45,13 @@ class _Handler(BaseHTTPRequestHandler):
     def answer(self, body: Any = b"", status: int = 200, send: bool = True, **headers: str) -> None:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(content)), "X-Repo-Commit": COMMIT, **headers}.items():
+        self.close_connection = True  # no thread of the server waits for another request
+        for name, value in {
+            "Connection": "close",
+            "Content-Length": str(len(content)),
+            "X-Repo-Commit": COMMIT,
+            **headers,
+        }.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         if send:
@@ -97,7 +103,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.cuts.remove(name)
             self.answer(rest, send=False, ETag=tag)
             self.wfile.write(rest[: len(rest) // 2])
-            self.close_connection = True
             return
         ranges = {"Content-Range": f"bytes {first}-{len(content) - 1}/{len(content)}"} if first else {}
         self.answer(rest, 206 if first else 200, self.command == "GET", ETag=tag, Accept_Ranges="bytes", **ranges)
@@ -155,6 +160,7 @@ def hub_server() -> Iterator[HubServer]:
     """Serve a hub until the block ends."""
     hub = HubServer()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    server.daemon_threads = False  # server_close waits for them
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

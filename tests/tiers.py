@@ -148,8 +148,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "train/test_spike_guard.py::test_resume_keeps_the_means_and_the_skipped_data": ("rewind",),
     "train/test_spike_guard.py::test_rewinds_are_bounded": (),
     "train/test_host_waits.py::test_steps_do_not_synchronize_with_the_whole_device": ("2",),
-    "train/test_sanity.py::test_batches_without_labels": ("1",),
-    "train/test_sanity.py::test_samples_are_the_same_in_every_layout": ("pp2·vpp2", "cp2·tp2+sp"),
+    "train/test_step_checks.py::test_batches_without_labels": ("1",),
+    "train/test_step_checks.py::test_samples_are_the_same_in_every_layout": ("pp2·vpp2", "cp2·tp2+sp"),
     "train/test_token_counts.py::test_consumed_tokens_are_exact_over_a_resume_in_another_layout": ("packed",),
 }
 """Test functions below tests/, and the ids of the rows that ``make test`` runs."""

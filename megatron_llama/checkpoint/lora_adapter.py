@@ -26,7 +26,7 @@ from megatron_llama.arch.names import (
 )
 from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, list_tensors, open_hf_folder, open_safetensors
 from megatron_llama.checkpoint.manifest import Manifest
-from megatron_llama.checkpoint.storage import CheckpointTensors
+from megatron_llama.checkpoint.rank_files import CheckpointTensors
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles, Stored, StoredTensor
 from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig, Problem
 from megatron_llama.config.hf_config import ADAPTER_WEIGHTS, LORA_SETTINGS

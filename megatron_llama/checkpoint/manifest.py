@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.arch.names import Shape
-from megatron_llama.checkpoint.storage import (
+from megatron_llama.checkpoint.rank_files import (
     BLOCK_BYTES,
     HASH,
     HASH_DIGITS,

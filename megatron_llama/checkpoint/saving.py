@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_llama import devices
 from megatron_llama.checkpoint.folder import CLAIM, delete, folder_name, partial_folder, publish
 from megatron_llama.checkpoint.manifest import State
-from megatron_llama.checkpoint.storage import part_name, save_part
+from megatron_llama.checkpoint.rank_files import part_name, save_part
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config.settings import CheckpointConfig
 from megatron_llama.parallel.groups import raise_on_all_ranks

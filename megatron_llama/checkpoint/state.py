@@ -9,7 +9,7 @@ import torch
 
 from megatron_llama import devices
 from megatron_llama.arch.names import Shape
-from megatron_llama.checkpoint.storage import STATES
+from megatron_llama.checkpoint.rank_files import STATES
 from megatron_llama.checkpoint.stored_tensors import Rectangles, Stored
 from megatron_llama.config.precision import STATE_BLOCK
 from megatron_llama.optim import Optimizer

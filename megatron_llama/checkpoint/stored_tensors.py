@@ -1,7 +1,7 @@
 """Interface of tensors on disk: names, dtypes, shapes, and reads of any rectangle.
 
-Implementations: storage.py (checkpoints), hf_folder.py (safetensors files of other programs) and lora_adapter.py (base
-model plus LoRA adapter). Nothing is unpickled, and ``check_file_name`` checks each file name read from a file.
+Implementations: rank_files.py (checkpoints), hf_folder.py (safetensors files of other programs) and lora_adapter.py
+(base model plus LoRA adapter). Nothing is unpickled, and ``check_file_name`` checks each file name read from a file.
 """
 
 from __future__ import annotations

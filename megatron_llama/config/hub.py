@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.system.files import read_json
+from megatron_llama.system.installed import pip_install
 from megatron_llama.system.tables import gib
 
 MODEL, DATASET = "model", "dataset"
@@ -152,7 +153,7 @@ def _reason(error: Exception) -> str:
         "RevisionNotFoundError": "it has no such revision",
         "LocalEntryNotFoundError": f"no answer from {os.environ.get('HF_ENDPOINT') or 'https://huggingface.co'}",
         "DryRunError": f"no answer from {os.environ.get('HF_ENDPOINT') or 'https://huggingface.co'}",
-        "ModuleNotFoundError": "downloads need huggingface_hub: pip install 'megatron_llama[hub]'",
+        "ModuleNotFoundError": f"downloads need huggingface_hub: {pip_install(extra='hub')}",
     }
     causes = [type(error).__name__, type(error.__cause__).__name__]
     reasons = [text[cause] for cause in reversed(causes) if cause in text]

@@ -74,15 +74,15 @@ class _BlockOffload:
     ) -> None:
         self.block, self.shared, self.before = block, shared, before
         self.copies: dict[tuple[int, torch.dtype], _HostCopy] = {}
-        self.stream = _copy_stream(device)
+        self.device, self.stream = device, _copy_stream(device)
         self._on_device: set[int] | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | _SavedView:
         if self._on_device is None:  # not in __init__: fully_shard gathers the weights before the first operator
             self._on_device = {_storage(tensor) for tensor in (*self.block.parameters(), *self.shared)}
         key = _storage(tensor)
-        # With a stream, tensors on the host are random states that attention kernels save.
-        if key in self._on_device or (self.stream is not None and tensor.device.type == "cpu"):
+        # Attention kernels save random states on the host.
+        if key in self._on_device or tensor.device.type != self.device.type:
             return tensor
         copy = self.copies.get((key, tensor.dtype))
         if copy is None:

@@ -24,7 +24,7 @@ from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.topology import Topology
 from megatron_llama.train.loop import training_step
-from megatron_llama.train.sanity import StepGuard
+from megatron_llama.train.step_checks import StepGuard
 
 
 @dataclass

@@ -29,8 +29,8 @@ from megatron_llama.train.metrics import MetricsLogger, validation_metrics
 from megatron_llama.train.peak import find_peak
 from megatron_llama.train.reference import add_reference
 from megatron_llama.train.sample_text import continue_prompts
-from megatron_llama.train.sanity import LabelCheck, StepGuard, check_every_gradient
-from megatron_llama.train.stop import RunStopped, StopSignals, report_finished
+from megatron_llama.train.step_checks import LabelCheck, StepGuard, check_every_gradient
+from megatron_llama.train.stop_signals import RunStopped, StopSignals, report_finished
 from megatron_llama.train.stragglers import StragglerWatch
 
 

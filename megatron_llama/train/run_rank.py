@@ -12,8 +12,8 @@ from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.topology import Topology
 from megatron_llama.train.loop import train
-from megatron_llama.train.sanity import StepGuard
 from megatron_llama.train.spike_guard import REWIND, SKIP, SpikeGuard, train_with_rewinds
+from megatron_llama.train.step_checks import StepGuard
 
 
 def run_rank(plan: Plan) -> None:

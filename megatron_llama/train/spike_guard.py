@@ -39,8 +39,8 @@ from megatron_llama.system.errors import TrainingFault
 from megatron_llama.system.wrapping import wrap
 from megatron_llama.topology import Topology
 from megatron_llama.train.loop import train
-from megatron_llama.train.sanity import StepGuard
-from megatron_llama.train.stop import RunStopped
+from megatron_llama.train.step_checks import StepGuard
+from megatron_llama.train.stop_signals import RunStopped
 
 SKIP, REWIND = "skip", "rewind"
 LARGEST = torch.finfo(torch.float32).max

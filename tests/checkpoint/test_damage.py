@@ -27,7 +27,7 @@ from megatron_llama.checkpoint.folder import find_checkpoint, partial_folder, sa
 from megatron_llama.checkpoint.foreign.describe import describe
 from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, list_tensors, open_hf_folder
 from megatron_llama.checkpoint.manifest import NAME, State, _checksum, merge, read_manifest
-from megatron_llama.checkpoint.storage import STATES, save_part
+from megatron_llama.checkpoint.rank_files import STATES, save_part
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, ModelConfig
 from tests.checkpoint.runner import Bomb, Run, assert_same, run
@@ -371,7 +371,7 @@ def test_non_finite_weights_of_a_hugging_face_folder(tmp_path: Path, value: floa
 
 def test_non_finite_values_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An infinite exp_avg_sq, as after a large gradient, does not prevent a resume. Hashed blocks have three rows."""
-    for module in ("storage", "manifest"):
+    for module in ("rank_files", "manifest"):
         monkeypatch.setattr(f"megatron_llama.checkpoint.{module}.BLOCK_BYTES", 36)
     state = f"{STATES}exp_avg_sq.{NORM}"
     tensors = {NORM: _spoiled(math.nan), state: _spoiled(math.inf)}

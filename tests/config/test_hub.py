@@ -192,7 +192,7 @@ REFUSED: dict[str, tuple[str, Setup, str]] = {
     "not installed": (
         "org/llama",
         lambda server, patch: patch.setitem(sys.modules, "huggingface_hub", None),
-        r"pip install 'megatron_llama\[hub\]'",
+        r"install -e .*\[hub\]",
     ),
 }
 

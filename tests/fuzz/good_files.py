@@ -22,7 +22,7 @@ from megatron_llama.arch.foreign_names import litgpt_names, megatron_names, torc
 from megatron_llama.arch.names import hf_shapes
 from megatron_llama.checkpoint.manifest import NAME, State, merge
 from megatron_llama.checkpoint.manifest import _checksum as checksum_of
-from megatron_llama.checkpoint.storage import save_part
+from megatron_llama.checkpoint.rank_files import save_part
 from megatron_llama.checkpoint.stored_tensors import Rectangles
 from megatron_llama.config import ModelConfig
 from megatron_llama.config.hf_config import hf_config

@@ -19,7 +19,7 @@ from megatron_llama.checkpoint.foreign.torch_folders import OPTIMIZER_FILE, STAT
 from megatron_llama.checkpoint.foreign.unpickle import load_pickle
 from megatron_llama.checkpoint.hf_folder import all_tensors
 from megatron_llama.checkpoint.manifest import read_manifest
-from megatron_llama.checkpoint.storage import STATES
+from megatron_llama.checkpoint.rank_files import STATES
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, StoredTensor
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.hf_config import read_hf_config

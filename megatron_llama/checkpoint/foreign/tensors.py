@@ -13,7 +13,7 @@ import torch
 
 from megatron_llama.arch.foreign_names import HEADS, VOCAB_ENDS, Names, TensorPart, whole_run
 from megatron_llama.arch.names import EMBEDDING, Shape
-from megatron_llama.checkpoint.storage import STATES
+from megatron_llama.checkpoint.rank_files import STATES
 from megatron_llama.checkpoint.stored_tensors import (
     WEIGHT_DTYPES,
     CorruptFile,

@@ -21,7 +21,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.tools.profile.modules import Profile, RankProfile
 from megatron_llama.tools.profile.profiler import StepProfiler
 from megatron_llama.train.loop import training_step
-from megatron_llama.train.sanity import StepGuard
+from megatron_llama.train.step_checks import StepGuard
 from tests.oracle import rank_data, rank_groups, rank_model
 from tests.ranks import run_ranks
 

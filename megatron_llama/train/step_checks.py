@@ -1,4 +1,4 @@
-"""Checks of training: finite loss and gradients, labels, a gradient for each weight."""
+"""Checks of a step: finite loss and gradients (else the update is skipped), labels, a gradient for each weight."""
 
 from __future__ import annotations
 

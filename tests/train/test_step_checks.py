@@ -20,7 +20,7 @@ from megatron_llama.system.errors import TrainingFault
 from megatron_llama.train.loop import train, training_step, validate
 from megatron_llama.train.metrics_file import read_metrics
 from megatron_llama.train.sample_text import continue_prompts
-from megatron_llama.train.sanity import StepGuard, check_every_gradient
+from megatron_llama.train.step_checks import StepGuard, check_every_gradient
 from tests.checkpoint.runner import Job
 from tests.data.files import data_plan, numbered, train_tokenizer, write_indexed
 from tests.messages import unwrap
