@@ -21,7 +21,7 @@ from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
-from megatron_llama.train import loop, stop
+from megatron_llama.train import loop, stop_signals
 from megatron_llama.train.run_rank import run_rank
 from tests.checkpoint.runner import Job, assert_same, final_tensors, leftovers, losses, make_plan
 from tests.processes import hasten, rank, status_of_fork
@@ -120,11 +120,11 @@ def test_an_echo_of_a_signal_is_ignored_and_a_second_one_ends_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter((10.0, 10.9, 11.1))
-    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(stop_signals, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
 
     def work() -> None:
-        with stop.StopSignals(make_plan(1, tmp_path), reports=False):
+        with stop_signals.StopSignals(make_plan(1, tmp_path), reports=False):
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
             (tmp_path / "after the echo").touch()

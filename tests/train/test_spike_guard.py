@@ -22,7 +22,7 @@ from megatron_llama.devices import get_device
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system.errors import TrainingFault
-from megatron_llama.train import stop
+from megatron_llama.train import stop_signals
 from megatron_llama.train.run_rank import train_model
 from megatron_llama.train.spike_guard import SpikeGuard, SpikeLimit
 from tests.checkpoint.runner import make_plan
@@ -276,7 +276,7 @@ def test_a_rewind_needs_a_checkpoint(tmp_path: Path) -> None:
 
 def test_a_stop_signal_during_the_spike_saves_nothing(tmp_path: Path) -> None:
     """The next start rewinds."""
-    with patch.object(stop.StopSignals, "received", property(lambda signals: spiking())):
+    with patch.object(stop_signals.StopSignals, "received", property(lambda signals: spiking())):
         with pytest.raises(RankFailed):
             run(2, tmp_path / "run", "trainer.tp=2", "trainer.spike_guard=rewind")
     assert saved_steps(tmp_path / "run" / "checkpoints") == [8, 4]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.system import command
-from megatron_llama.train import stop
+from megatron_llama.train import stop_signals
 from tests.checkpoint.runner import SMALL
 from tests.processes import plan_of, run_train_py, status_of_fork
 
@@ -32,13 +32,13 @@ from tests.processes import plan_of, run_train_py, status_of_fork
 )
 def test_a_second_signal(monkeypatch: pytest.MonkeyPatch, job: str | None, second: int, end: int) -> None:
     """Slurm only repeats the first, and so does a terminal that closes."""
-    monkeypatch.setattr(stop, "_ECHO_SECONDS", -1.0)
+    monkeypatch.setattr(stop_signals, "_ECHO_SECONDS", -1.0)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if job is not None:
         monkeypatch.setenv("SLURM_JOB_ID", job)
 
     def work() -> None:
-        with stop.StopSignals(plan_of(1), reports=False) as signals:
+        with stop_signals.StopSignals(plan_of(1), reports=False) as signals:
             os.kill(os.getpid(), signal.SIGUSR1)
             received = signals.received
             os.kill(os.getpid(), second)
@@ -76,11 +76,11 @@ def test_the_command_to_resume(
     command.note_command(WORDS, launcher)
     plan = plan_of(1)
     plan.config.run.dir = "my runs/one"
-    text = stop.describe_stop(plan, 36, signal.SIGTERM)
+    text = stop_signals.describe_stop(plan, 36, signal.SIGTERM)
     quoted = shlex.quote('run.dir="my runs/one"')
     assert text.startswith("Stopped by SIGTERM at step 36, saved my runs/one/checkpoints/step_00000036;\n")
     assert text.replace("\n  ", " ").endswith(ending.format(quoted)) and max(map(len, text.splitlines())) <= 79
-    text = stop.describe_finished(replace(plan, start=replace(plan.start, step=40)))
+    text = stop_signals.describe_finished(replace(plan, start=replace(plan.start, step=40)))
     assert text.startswith("my runs/one is finished at step 40;\n") and text.endswith(f"{quoted} trainer.steps=80")
 
 
