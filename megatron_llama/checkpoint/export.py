@@ -97,7 +97,7 @@ def export(
 ) -> Exported:
     """Write the folder ``out``, which appears when it is complete.
 
-    A LoRA run's checkpoint becomes a PEFT adapter, or with ``merge`` the whole model.
+    A LoRA run's checkpoint becomes a PEFT adapter, or with ``merge`` the whole model. Both have the tokenizer.
 
     Args:
         out: A folder that does not exist or is empty.
@@ -130,12 +130,12 @@ def export(
             from megatron_llama.checkpoint.foreign.write import write_foreign  # most exports need no writer of DCP
 
             return Exported(out, dtype, *write_foreign(partial, kind, source, model, dtype, progress), tokenizer)
+        token_ids, tokenizer = write_companions(manifest, partial)
         if is_adapter:
             files, single = [shapes], ADAPTER_WEIGHTS
             _write_json(partial / ADAPTER_CONFIG, adapter_config(finetune, manifest.state.hf_folder))
         else:
             files, single = split_into_files(shapes, EXPORT_DTYPES[dtype], max_shard_bytes), SINGLE
-            token_ids, tokenizer = write_companions(manifest, partial)
             _write_json(partial / "config.json", hf_config(model, dtype, token_ids))
         states = [manifest.state, *(each.state for each in older)]
         card = model_card(states, model, finetune, adapter=is_adapter, dtype=dtype, tokenizer=tokenizer)

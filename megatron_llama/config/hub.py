@@ -154,6 +154,7 @@ def _reason(error: Exception) -> str:
         "LocalEntryNotFoundError": f"no answer from {os.environ.get('HF_ENDPOINT') or 'https://huggingface.co'}",
         "DryRunError": f"no answer from {os.environ.get('HF_ENDPOINT') or 'https://huggingface.co'}",
         "ModuleNotFoundError": f"downloads need huggingface_hub: {pip_install(extra='hub')}",
+        "TypeError": f"downloads need a newer huggingface_hub: {pip_install(extra='hub')}",  # without dry_run
     }
     causes = [type(error).__name__, type(error.__cause__).__name__]
     reasons = [text[cause] for cause in reversed(causes) if cause in text]

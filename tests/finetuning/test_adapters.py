@@ -82,9 +82,15 @@ def test_peft_reads_and_merges_our_adapter(kind: str, world: World, trained: Pat
 
 
 def test_exported_files(world: World, trained: Path, tmp_path: Path) -> None:
+    companions = [world.base / name for name in ("chat_template.jinja", "tokenizer_config.json")]
+    for file in companions:
+        file.write_text("{}")
     made = export(find_checkpoint(trained), tmp_path / "adapter")
-    names = sorted(path.name for path in made.folder.iterdir())
-    assert names == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    for file in companions:
+        file.unlink()
+    names = {path.name for path in made.folder.iterdir()}
+    of_peft = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert names == of_peft | {"generation_config.json", *(file.name for file in companions)} and made.tokenizer
     theirs, ours = load_file(world.adapter / ADAPTER_WEIGHTS), load_file(made.folder / ADAPTER_WEIGHTS)
     assert {n: t.shape for n, t in ours.items()} == {n: t.shape for n, t in theirs.items()}
     assert made.bytes == sum(tensor.nbytes for tensor in ours.values()) and made.dtype == "float32"

@@ -156,7 +156,11 @@ def _open_adapter(folder: Path, base: Path | None) -> SavedModel:
             raise ConfigError(problems)
         adapter = open_adapter(folder, whole.model, finetune)
     merged = MergedTensors.of(whole.stored, adapter, finetune)
-    return replace(whole, folder=folder, stored=merged, tokenizer=folder if has_tokenizer(folder) else whole.tokenizer)
+    whole = replace(whole, folder=folder, stored=merged)
+    if not has_tokenizer(folder):
+        return whole
+    token_ids, generation = whole.token_ids | _token_ids(folder), whole.generation | _settings_in(folder / GENERATION)
+    return replace(whole, tokenizer=folder, token_ids=token_ids, generation=generation)
 
 
 def _open_hf_folder(folder: Path) -> SavedModel:

@@ -98,7 +98,8 @@ def test_the_base_may_move(folders: Path, tmp_path: Path) -> None:
         for name, rule in (("run", "no such folder"), ("adapter", "is not a model folder")):
             assert rule in refused(folders / name) and "write --base FOLDER" in refused(folders / name)
             model = open_saved_model(folders / name, moved)
-            assert (model.stored.folder, model.tokenizer, model.token_ids) == (moved, moved, {"eos_token_id": 0})
+            tokenizer = moved if name == "run" else folders / name  # exported with the adapter
+            assert (model.stored.folder, model.tokenizer, model.token_ids) == (moved, tokenizer, {"eos_token_id": 0})
         for main, arguments in ((generate, ARGUMENTS), (evaluate, (*CPU, "--dataset", tmp_path / "none"))):
             done = command(main, folders / "run", *arguments)
             assert done.status == 2 and "no such folder" in " ".join(done.err.split()) and "Traceback" not in done.err
