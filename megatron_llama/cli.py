@@ -228,7 +228,7 @@ def _run(
     requested = copy.deepcopy(config)
     world = find_world(config, context)
     plan = world.plan()  # first, so that errors are reported before data is prepared or ranks meet
-    if not config.dry_run and (problems := _check_weights(plan)):
+    if not config.dry_run and (problems := _fetch_weights(plan)):
         raise ConfigError(problems)
     is_first = context is None or context.rank == 0
     if plan.raw_data_files and (config.dry_run or not world.hosts):  # hosts may have separate disks
@@ -285,7 +285,7 @@ def _print_plan(plan: Plan) -> int:
     return _flush_output()
 
 
-def _check_weights(plan: Plan) -> list[Problem]:
+def _fetch_weights(plan: Plan) -> list[Problem]:
     """Download missing weights of ``init_from``, or return their problem, before data is prepared; no dry run does."""
     from megatron_llama.arch.checkpoint_formats import is_foreign
     from megatron_llama.config.hf_config import has_weights, missing_weights

@@ -54,6 +54,7 @@ def main() -> int:
     from megatron_llama.config import ConfigError
     from megatron_llama.config.hub import check_upload, resolve_hub_name, upload_folder
     from megatron_llama.system.progress import ProgressBar
+    from megatron_llama.system.wrapping import wrap
 
     try:
         checkpoint = find_checkpoint(arguments.checkpoint)
@@ -76,10 +77,8 @@ def main() -> int:
         return 1
     end = f", {'with' if made.tokenizer else 'without'} a tokenizer" if arguments.format == "hf" else ""
     others = f" (averaged with the {average - 1} before it)" if average > 1 else ""
-    sys.stdout.write(
-        f"{checkpoint}{others} is now {made.folder}: {made.bytes / 1e6:,.1f} MB of {made.dtype} in {len(made.files)} "
-        f"file{'s' * (len(made.files) > 1)}{end}\n"
-    )
+    size = f"{made.bytes / 1e6:,.1f} MB of {made.dtype} in {len(made.files)} file{'s' * (len(made.files) > 1)}"
+    sys.stdout.write(wrap(f"{checkpoint}{others} is now {made.folder}: {size}{end}") + "\n")
     if arguments.push_to_hub is not None:
         try:
             sys.stdout.write(f"uploaded: {upload_folder(made.folder, arguments.push_to_hub)}\n")

@@ -35,9 +35,8 @@ class HubServer:
     url: str = ""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(BaseHTTPRequestHandler):  # of HTTP/1.0: no thread waits for a second request
     hub: HubServer
-    protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -45,13 +44,7 @@ class _Handler(BaseHTTPRequestHandler):
     def answer(self, body: Any = b"", status: int = 200, send: bool = True, **headers: str) -> None:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
-        self.close_connection = True  # no thread of the server waits for another request
-        for name, value in {
-            "Connection": "close",
-            "Content-Length": str(len(content)),
-            "X-Repo-Commit": COMMIT,
-            **headers,
-        }.items():
+        for name, value in {"Content-Length": str(len(content)), "X-Repo-Commit": COMMIT, **headers}.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         if send:
@@ -72,7 +65,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         hub, path = self.hub, unquote(urlsplit(self.path).path).strip("/")
-        first = self.headers.get("Range", "").removeprefix("bytes=").rstrip("-")
         hub.requests.append(f"{self.command} {path}")
         if self.lacks_token():
             return None
@@ -87,25 +79,17 @@ class _Handler(BaseHTTPRequestHandler):
             return self.fail(404, "RevisionNotFound")
         files = hub.files[repository]
         if words[:1] == ["tree"]:
-            entries = [{"type": "file", "path": name, **_facts(content)} for name, content in files.items()]
-            return self.answer(entries)
+            return self.answer([{"type": "file", "path": name, **_facts(files[name])} for name in files])
         if words[:1] != ["resolve"]:
             return self.answer({"id": repository.partition("/")[2], "sha": COMMIT, "siblings": []})
         name = "/".join(words[2:])
         if name not in files:
             return self.fail(404, "EntryNotFound")
-        return self.send_file(name, files[name], int(first or 0))
-
-    def send_file(self, name: str, content: bytes, first: int) -> None:
-        tag = f'"{hashlib.sha256(content).hexdigest()}"'
-        rest = content[first:]
-        if name in self.hub.cuts and self.command == "GET":
-            self.hub.cuts.remove(name)
-            self.answer(rest, send=False, ETag=tag)
-            self.wfile.write(rest[: len(rest) // 2])
-            return
-        ranges = {"Content-Range": f"bytes {first}-{len(content) - 1}/{len(content)}"} if first else {}
-        self.answer(rest, 206 if first else 200, self.command == "GET", ETag=tag, Accept_Ranges="bytes", **ranges)
+        is_cut = name in hub.cuts and self.command == "GET"
+        self.answer(files[name], send=self.command == "GET" and not is_cut, ETag=f'"{_facts(files[name])["oid"]}"')
+        if is_cut:
+            hub.cuts.remove(name)
+            self.wfile.write(files[name][: len(files[name]) // 2])
 
     def do_PUT(self) -> None:
         self.hub.uploads[self.path.rpartition("/")[2]] = self.rfile.read(int(self.headers["Content-Length"]))
@@ -127,15 +111,14 @@ class _Handler(BaseHTTPRequestHandler):
             hub.files.setdefault(f"models/{name}", {})
             self.answer({"url": f"{hub.url}/{name}"})
         elif "/preupload/" in path:
-            sizes = {entry["path"]: entry["size"] for entry in json.loads(body)["files"]}
-            modes = {name: "lfs" if name.endswith(".safetensors") else "regular" for name in sizes}
-            rows = [{"path": name, "uploadMode": mode, "shouldIgnore": False} for name, mode in modes.items()]
-            self.answer({"files": rows})
+            files = json.loads(body)["files"]
+            for file in files:
+                file |= {"uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular"}
+            self.answer({"files": [{**file, "shouldIgnore": False} for file in files]})
         elif path.endswith("/objects/batch"):
-            objects = [
-                {**entry, "actions": {"upload": {"href": f"{hub.url}/upload/{entry['oid']}", "header": {}}}}
-                for entry in json.loads(body)["objects"]
-            ]
+            objects = json.loads(body)["objects"]
+            for entry in objects:
+                entry["actions"] = {"upload": {"href": f"{hub.url}/upload/{entry['oid']}", "header": {}}}
             self.answer({"transfer": "basic", "objects": objects})
         else:
             lines = [json.loads(line) for line in body.splitlines()]

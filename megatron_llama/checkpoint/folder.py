@@ -203,10 +203,8 @@ def move_aside(checkpoints: Path) -> Path | None:
         os.rename(checkpoints, aside)
     except OSError as error:  # a mount point
         rule = f"cannot rename {checkpoints} to {aside.name}: {error.strerror}"
-        problem = Problem(
-            "checkpoint.resume", "never", rule, "move its checkpoints away, or write another run.dir=PATH"
-        )
-        raise ConfigError([problem]) from error
+        instead = "move its checkpoints away, or write another run.dir=PATH"
+        raise ConfigError([Problem("checkpoint.resume", "never", rule, instead)]) from error
     return aside
 
 

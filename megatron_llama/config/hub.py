@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron_llama.system.tables import gib
 
 MODEL, DATASET = "model", "dataset"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_NAME = re.compile(r"(?!models/|corpora/|datasets/)([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(\w[\w./-]*))?")
+_NAME = re.compile(r"(?!models/|corpora/|datasets/)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@\w[\w./-]*)?")
 _SMALL = ["*.json", "*.jinja", "*.model", "tokenizer*", "adapter_model*"]
 """Files of a model that a plan, a tokenizer and an adapter need; in its top folder, as is the rest of ``_WHOLE``."""
 _WHOLE = [*_SMALL, "model*.safetensors"]
@@ -46,7 +47,14 @@ def resolve_hub_name(name: str, kind: str = MODEL, *, weights: bool = False) -> 
     if os.path.exists(name) or not is_hub_name(name):
         return name
     try:
-        return _snapshot(name, kind, _WHOLE if weights else _SMALL)
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        repository, options = _request(name, kind, _WHOLE if weights else _SMALL)
+        try:
+            return snapshot_download(repository, local_files_only=True, **options)
+        except LocalEntryNotFoundError:
+            return _download(name, repository, options)
     except Exception as error:  # of huggingface_hub, its HTTP library, the disk
         _failures[name] = _reason(error)
         return name
@@ -58,7 +66,7 @@ def fetch_weights(folder: str) -> list[Problem]:
     try:
         if not name or (path / SINGLE).exists() or _is_complete(path):
             return []
-        _snapshot(f"{name}@{path.name}", MODEL, _WHOLE)
+        _download(name, *_request(f"{name}@{path.name}", MODEL, _WHOLE))
     except Exception as error:  # of huggingface_hub, its HTTP library, the disk
         rule = f"its weights could not be downloaded: {_reason(error)}"
         return [Problem("init_from", folder, rule, f"run the same command again, or {_command(name, MODEL)}")]
@@ -71,44 +79,33 @@ def _is_complete(snapshot: Path) -> bool:
     return index.exists() and all((snapshot / file).exists() for file in {*read_json(index)["weight_map"].values()})
 
 
-def _snapshot(name: str, kind: str, files: list[str]) -> str:
-    """Return the folder of a dataset or of a model's ``files``, downloaded if the cache lacks some. Raises OSError."""
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+def _request(name: str, kind: str, files: list[str]) -> tuple[str, dict[str, Any]]:
+    """Return repository and options for huggingface_hub: a whole dataset, or a model's ``files``."""
+    repository, _, revision = name.partition("@")
+    options: dict[str, Any] = {"repo_type": kind, "revision": revision or None, "cache_dir": cache_folder()}
+    return repository, options | ({"allow_patterns": files, "ignore_patterns": ["*/*"]} if kind == MODEL else {})
 
-    matched = _NAME.fullmatch(name)
-    assert matched is not None
-    options: dict[str, Any] = {"repo_type": kind, "revision": matched[2], "cache_dir": cache_folder()}
-    if kind == MODEL:
-        options |= {"allow_patterns": files, "ignore_patterns": ["*/*"]}
-    try:
-        return snapshot_download(matched[1], local_files_only=True, **options)
-    except LocalEntryNotFoundError:
-        if os.path.isdir(first := name.partition("/")[0]):
-            raise OSError(f"{first}/ is a folder here") from None
-        if any(os.environ.get(rank) for rank in _RANKS):
-            raise OSError("each rank of a launcher would download it") from None
-        if constants.HF_HUB_OFFLINE:
-            raise OSError("HF_HUB_OFFLINE is set") from None
-    options["endpoint"] = os.environ.get("HF_ENDPOINT")
-    missing = snapshot_download(matched[1], dry_run=True, tqdm_class=_no_bar(), **options)
+
+def _download(name: str, repository: str, options: dict[str, Any]) -> str:
+    """Download what the cache lacks, and return the folder. Raises OSError."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.utils import tqdm
+
+    if os.path.isdir(first := name.partition("/")[0]):
+        raise OSError(f"{first}/ is a folder here")
+    if any(os.environ.get(rank) for rank in _RANKS):
+        raise OSError("each rank of a launcher would download it")
+    if constants.HF_HUB_OFFLINE:
+        raise OSError("HF_HUB_OFFLINE is set")
+    no_bar = type("NoBar", (tqdm,), {"__init__": partialmethod(tqdm.__init__, disable=True)})
+    options = {**options, "endpoint": os.environ.get("HF_ENDPOINT")}
+    missing = snapshot_download(repository, dry_run=True, tqdm_class=no_bar, **options)
     folder, size = cache_folder(), sum(file.file_size for file in missing if file.will_download)
     folder.mkdir(parents=True, exist_ok=True)
     if size > (free := shutil.disk_usage(folder).free):
         raise OSError(f"it has {gib(size)}, and {folder} has {gib(free)} free")
     sys.stderr.write(f"downloading {name} to {folder}: {gib(size)}\n")
-    return snapshot_download(matched[1], **options)
-
-
-def _no_bar() -> type[Any]:
-    """Return a progress bar that shows nothing."""
-    from huggingface_hub.utils import tqdm
-
-    class Silent(tqdm):  # type: ignore[misc]
-        def __init__(self, *values: Any, **options: Any) -> None:
-            super().__init__(*values, **{**options, "disable": True})
-
-    return Silent
+    return snapshot_download(repository, **options)
 
 
 def check_upload(name: str) -> None:
@@ -146,13 +143,14 @@ def _upload_problem(name: str, error: Exception) -> Problem:
 
 def _reason(error: Exception) -> str:
     """Return why a download failed, in a line."""
+    silent = f"no answer from {os.environ.get('HF_ENDPOINT') or 'https://huggingface.co'}"
     text = {
         "GatedRepoError": "its owner grants access: accept the terms on its page, and set HF_TOKEN",
         "RepositoryNotFoundError": "the hub has no such name, or it is private: set HF_TOKEN",
         "LocalTokenNotFoundError": "there is no token",
         "RevisionNotFoundError": "it has no such revision",
-        "LocalEntryNotFoundError": f"no answer from {os.environ.get('HF_ENDPOINT') or 'https://huggingface.co'}",
-        "DryRunError": f"no answer from {os.environ.get('HF_ENDPOINT') or 'https://huggingface.co'}",
+        "LocalEntryNotFoundError": silent,
+        "DryRunError": silent,
         "ModuleNotFoundError": f"downloads need huggingface_hub: {pip_install(extra='hub')}",
         "TypeError": f"downloads need a newer huggingface_hub: {pip_install(extra='hub')}",  # without dry_run
     }

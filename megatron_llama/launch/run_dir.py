@@ -140,8 +140,10 @@ def _wrong_entries(folder: Path) -> Iterator[Problem]:
     for name in (*WRITTEN_FILES, *WRITTEN_FOLDERS):
         path, kind = folder / name, ""
         if name in WRITTEN_FOLDERS:
-            kind = "not a folder" if not os.path.isdir(path) else "" if os.access(path, os.W_OK) else "not writable"
-            kind = kind if os.path.lexists(path) else ""
+            if os.path.lexists(path) and not os.access(path, os.W_OK):
+                kind = "not writable"
+            if os.path.lexists(path) and not os.path.isdir(path):
+                kind = "not a folder"
         elif name in OPENED_FILES and path.is_symlink():  # writing would change a file elsewhere
             kind = "a link"
         elif os.path.isdir(path):

@@ -31,7 +31,7 @@ class _Saver(torch.autograd.Function):
     """A node that saves the network's input before the network runs.
 
     Functions save tensors after their forward pass. Recomputation of the block stops at the last saved tensor, so it
-    would run the network. ``_InChunks`` keeps the output: before torch 2.13, ``grad_fn`` alone does not keep the node.
+    would run the network. ``_InChunks`` keeps the output, without which torch 2.11 frees the node.
     """
 
     @staticmethod

@@ -81,7 +81,7 @@ class _BlockOffload:
         if self._on_device is None:  # not in __init__: fully_shard gathers the weights before the first operator
             self._on_device = {_storage(tensor) for tensor in (*self.block.parameters(), *self.shared)}
         key = _storage(tensor)
-        # Attention kernels save random states on the host.
+        # Attention kernels of torch 2.11 save random states on the host.
         if key in self._on_device or tensor.device.type != self.device.type:
             return tensor
         copy = self.copies.get((key, tensor.dtype))

@@ -35,7 +35,7 @@ def exit_on_early_interrupt() -> None:
 def raise_interrupts(*, at_sigterm: bool = False) -> None:
     """Raise KeyboardInterrupt at SIGINT, unless an import is in progress: that may print or swallow an exception.
 
-    ``at_sigterm``: also at SIGTERM, which a shell's background command takes, other than SIGINT.
+    ``at_sigterm``: also at SIGTERM, even where SIGINT is ignored, as in a shell's background command.
     """
     if at_sigterm:
         signal.signal(signal.SIGTERM, _raise_or_leave)

@@ -177,35 +177,36 @@ def test_an_interrupted_download_continues(server: HubServer, hub: Path) -> None
 
 
 Setup = Callable[[HubServer, pytest.MonkeyPatch], object]
-REFUSED: dict[str, tuple[str, Setup, str]] = {
-    "no such name": ("org/none", lambda server, patch: None, "the hub has no such name, or it is private"),
-    "no such revision": ("org/llama@v2", lambda server, patch: None, "it has no such revision"),
-    "gated": ("org/llama", lambda server, patch: vars(server).update(token="t", gated=True), "accept the terms"),
-    "no answer": ("org/llama", lambda server, patch: patch.setenv("HF_ENDPOINT", "http://127.0.0.1:9"), "no answer"),
-    "offline": ("org/llama", lambda server, patch: patch.setattr(constants, "HF_HUB_OFFLINE", True), "HF_HUB_OFFLINE"),
-    "ranks": ("org/llama", lambda server, patch: patch.setenv("RANK", "3"), "each rank of a launcher"),
-    "full disk": (
-        "org/llama",
-        lambda server, patch: patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=99)),
-        "has 9.44e-05 MiB free",
-    ),
-    "not installed": (
-        "org/llama",
-        lambda server, patch: patch.setitem(sys.modules, "huggingface_hub", None),
-        r"install -e .*\[hub\]",
-    ),
+REFUSED: dict[str, tuple[Setup, str]] = {
+    "gated": (lambda server, patch: vars(server).update(token="t", gated=True), "accept the terms"),
+    "no answer": (lambda server, patch: patch.setenv("HF_ENDPOINT", "http://127.0.0.1:9"), "no answer"),
+    "offline": (lambda server, patch: patch.setattr(constants, "HF_HUB_OFFLINE", True), "HF_HUB_OFFLINE"),
+    "ranks": (lambda server, patch: patch.setenv("RANK", "3"), "each rank of a launcher"),
+    "full disk": (lambda server, patch: patch.setattr(shutil, "disk_usage", lambda _: FULL), "has 9.44e-05 MiB free"),
+    "not installed": (lambda server, patch: patch.setitem(sys.modules, "huggingface_hub", None), r"-e .*\[hub\]"),
+    "org/none": (lambda server, patch: None, "the hub has no such name, or it is private"),
+    "org/llama@v2": (lambda server, patch: None, "it has no such revision"),
 }
+FULL = SimpleNamespace(free=99)
 
 
-@pytest.mark.parametrize(("name", "prepare", "reason"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("case", REFUSED)
 def test_a_name_that_cannot_be_downloaded_says_why(
-    server: HubServer, monkeypatch: pytest.MonkeyPatch, name: str, prepare: Setup, reason: str
+    server: HubServer, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
+    prepare, reason = REFUSED[case]
     prepare(server, monkeypatch)
+    name = case if case.startswith("org/") else "org/llama"
     with pytest.raises(ConfigError) as refused:
         load_config(["model=from_hf", f"init_from={name}"], ROOT / "conf")
     (problem,) = refused.value.problems
     assert re.search(reason, problem.instead) and "hf download org/" in problem.instead
+
+
+def test_a_cache_without_a_list_of_files_gets_the_weights(server: HubServer, hub: Path) -> None:
+    """Older versions of huggingface_hub store no list, so the library does not know that files are missing."""
+    folder = str(cached(hub, "org/llama", commit=NEWEST))
+    assert not fetch_weights(folder) and names_in(folder) == NEEDED
 
 
 def test_weights_that_cannot_be_downloaded_are_one_problem(server: HubServer) -> None:

@@ -314,6 +314,12 @@ def test_gradients_are_bit_identical(passes: int) -> None:
         assert ours is not None and plain is not None and torch.equal(ours, plain)
 
 
+def test_tensors_of_another_device_stay() -> None:
+    """torch 2.11's attention kernels save random states on the host."""
+    block = offload._BlockOffload(OffloadedToy(), (), torch.device("cpu"), None)
+    assert (state := torch.empty(2, device="meta")) is block.pack(state) and not block.copies
+
+
 def test_copies_end_with_the_backward_pass(host_copies: list[weakref.ref[Any]]) -> None:
     blocks = chunk()
     loss = forward(blocks)

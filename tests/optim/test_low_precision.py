@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from megatron_llama.arch.names import Rectangle
 from megatron_llama.config.optimizers import OPTIMIZERS
@@ -312,6 +313,12 @@ def _same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def test_rounding_in_one_function_has_the_same_bits() -> None:
     assert all(_same(round_with_noise(*inputs), expected) for inputs, expected in _cases())
+
+
+def test_a_compiler_does_not_make_the_numbers_of_rows() -> None:
+    """Inductor of torch 2.11 makes int64 of them on CUDA, if their count is dynamic."""
+    inputs, _ = next(_cases())
+    assert "arange" not in str(make_fx(round_with_noise)(*inputs).graph)
 
 
 @pytest.mark.slow
