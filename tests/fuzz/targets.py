@@ -37,7 +37,7 @@ from megatron_llama.text.conversation import NO_CONTEXT, TemplateContext, Turn, 
 from megatron_llama.text.tokenizer import open_tokenizer, vocabulary_size
 from megatron_llama.tools.compare.runs import read_log
 from megatron_llama.tools.import_nemo.cli import as_yaml, command_line, convert_source, format_listing
-from megatron_llama.tools.import_nemo.convert import convert
+from megatron_llama.tools.import_nemo.nemo import convert
 from megatron_llama.tools.inference.saved_model import open_saved_model
 from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, read_metrics, read_run_records
 from tests.fuzz import good_files as good

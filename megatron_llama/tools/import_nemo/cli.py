@@ -93,7 +93,7 @@ def _is_flag(word: str) -> bool:
 def convert_source(source: Path, overrides: Sequence[str], flags: Sequence[str]) -> ConvertedConfig:
     """Convert a file by its suffix. Raises ConfigError with all reasons why it cannot be converted."""
     if source.suffix in (".yaml", ".yml"):
-        from megatron_llama.tools.import_nemo.convert import convert
+        from megatron_llama.tools.import_nemo.nemo import convert
 
         return convert(source, overrides)
     if wrong := [text for text in overrides if "=" not in text]:

@@ -16,8 +16,10 @@ from typing import Any
 
 import yaml
 
+from megatron_llama.config.hf_config import read_hf_config
 from megatron_llama.config.problems import ConfigError, Problem, format_value
 from megatron_llama.config.settings import ModelConfig
+from megatron_llama.text.tokenizer import vocabulary_size
 
 UNKNOWN, MOST_UNKNOWN = "unknown key", 20
 """Reason for a key in no table, and the number of such keys that are listed."""
@@ -127,11 +129,6 @@ def is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_on(values: Mapping[str, Any], key: str) -> bool:
-    """Return whether a switch is on; NxDT writes some as '0' and '1'."""
-    return str(values.get(key, False)).lower() in ("true", "1")
-
-
 class Conversion:
     """Conversion of one source. Subclasses have its tables, and a method for each subject."""
 
@@ -192,6 +189,10 @@ class Conversion:
         value, self.latest = self.values.get(key), key
         return default if value is None else value
 
+    def is_on(self, key: str) -> bool:
+        """Return whether a switch is on; NxDT writes some as '0' and '1'."""
+        return str(self.values.get(key, False)).lower() in ("true", "1")
+
     def convert_key(self, keys: str, setting: str, value: Any, why: str = "") -> None:
         """Convert a key, or several with spaces between them, to one setting."""
         self.settings[setting] = value
@@ -223,7 +224,7 @@ class Conversion:
 
     def mask_documents(self, *switches: str) -> None:
         """Convert the switches that end attention and positions at documents, and together mask them."""
-        if all(is_on(self.values, key) for key in switches):
+        if all(map(self.is_on, switches)):
             self.convert_key(" ".join(switches), "data.document_mask", True)
             self.settings.setdefault("data.eod_mask_loss", False)
 
@@ -241,3 +242,36 @@ class Conversion:
         for setting in self.required:
             if setting not in self.settings:
                 self.require(next(key for key, item in self.tables.settings.items() if item == setting))
+
+
+# Rows of the embedding, from the tokenizer or from its name.
+LLAMA2_VOCAB_SIZE = 32000
+# Words in the name or type of a tokenizer, and rows of the embedding in models with it.
+ROWS_BY_NAME = (
+    ("llama3", 128256),
+    ("llama2", LLAMA2_VOCAB_SIZE),
+    ("gpt2bpe", 50257),
+    ("mistral", LLAMA2_VOCAB_SIZE),
+    ("mixtral", LLAMA2_VOCAB_SIZE),
+)
+
+
+def embedding_rows(paths: Sequence[str]) -> tuple[int, str]:
+    """Return (rows, "") if one of the tokenizers is on this machine, else (rows, basis of the assumption)."""
+    for path in paths:
+        if (size := _rows_of_path(path)) is not None:
+            return size, ""
+    normalized = "".join(paths).lower().replace("-", "").replace("_", "")
+    for word, size in ROWS_BY_NAME:
+        if word in normalized:
+            return size, f"from the name of the tokenizer ({word})"
+    return LLAMA2_VOCAB_SIZE, "as in Llama 1 and 2"
+
+
+def _rows_of_path(path: str) -> int | None:
+    """Return the embedding rows of a Hugging Face folder, else the size of a tokenizer; None if not found."""
+    try:
+        rows = read_hf_config(path).get("vocab_size")
+    except ValueError:
+        return vocabulary_size(path)
+    return rows if isinstance(rows, int) else None

@@ -13,10 +13,10 @@ from megatron_llama.tools.import_nemo.engine import (
     Conversion,
     ConvertedConfig,
     Kind,
+    embedding_rows,
     is_count,
     load_tables,
 )
-from megatron_llama.tools.import_nemo.nemo_keys import embedding_rows
 from megatron_llama.tools.import_nemo.read_script import Command, ScriptError, read_script
 
 _INTEGER, _NUMBER = re.compile(r"[-+]?\d{1,18}"), re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?")

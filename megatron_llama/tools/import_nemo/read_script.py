@@ -13,8 +13,10 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import groupby
 from pathlib import Path
 
 from megatron_llama.config.text_checks import names_secret
@@ -27,6 +29,7 @@ _ASSIGNED = re.compile(rf"({_NAME})(\+?)=(.*)", re.DOTALL)
 _PARAMETER = re.compile(rf"(?s)({_NAME}|[0-9]+|[@*#?$!-])(\[[@*]\])?(?:(:?[-=?+])(.*))?")
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 _TOKENS = re.compile(r"\\\n|[ \t\r]+|#[^\n]*|\n|;;|&&|\|\||<<-?|\d?&?[<>]+(?:&\d?)?|[;&|()]")
+_CLOSERS = {"$(": ")", "${": "}"}
 _PLAIN = re.compile(r"[^\\'\"$`]+")
 _ENDS = ("\n", ";", "&&", "||", "|", "&", ";;", ")")
 _MARKERS = ("--num-layers", "--hidden-size", "--micro-batch-size", "--seq-length", "--tensor-model-parallel-size")
@@ -88,7 +91,7 @@ def _tokens(text: str) -> list[str]:
     while at < len(text):
         match = _TOKENS.match(text, at)
         if match is None:
-            end = _end_of_word(text, at)
+            end = _end(text, at)
             tokens.append(text[at:end])
             if tokens[-2:-1] and tokens[-2] in ("<<", "<<-"):
                 skipped.append(tokens[-1].strip("'\"\\"))
@@ -106,67 +109,42 @@ def _tokens(text: str) -> list[str]:
     return tokens
 
 
-def _end_of_word(text: str, at: int) -> int:
-    """Return the end of the word that starts at ``at``. An array, and anything in quotes or braces, is one word."""
-    start = at
-    while at < len(text):
-        char, two = text[at], text[at : at + 2]
-        if char == "\\":
-            at += 2
-        elif char == "'":
-            at = _after(text, "'", at + 1)
-        elif char == '"':
-            at = _end_of_quotes(text, at + 1)
-        elif char == "`":
-            at = _after(text, "`", at + 1)
-        elif two in ("$(", "${"):
-            at = _end_of_group(text, at + 1)
-        elif char == "(" and at > start and text[at - 1] == "=":
-            at = _end_of_group(text, at)
-        elif char in " \t\r\n;&|()<>":
-            break
-        else:
-            at += 1
-    return max(min(at, len(text)), start + 1)
-
-
 def _after(text: str, char: str, at: int) -> int:
     end = text.find(char, at)
     return len(text) if end < 0 else end + 1
 
 
-def _end_of_quotes(text: str, at: int) -> int:
-    while at < len(text) and text[at] != '"':
-        if text[at] == "\\":
-            at += 2
-        elif text[at : at + 2] in ("$(", "${"):
-            at = _end_of_group(text, at + 1)
-        else:
-            at += 1
-    return at + 1
+def _end(text: str, at: int, closer: str = "") -> int:
+    """Return the end of the word that starts at ``at``, or the position after the ``closer`` of its quote or bracket.
 
-
-def _end_of_group(text: str, at: int) -> int:
-    """Return the position after the bracket that closes the one at ``at``. Iterative, for nested brackets."""
-    depth, opening = 0, text[at]
-    closing = {"(": ")", "{": "}"}[opening]
+    An array, and anything in quotes or brackets, is one word. Iterative, for nested brackets.
+    """
+    start, closers = at, [closer] if closer else []
     while at < len(text):
-        char = text[at]
+        char, inner = text[at], closers[-1] if closers else ""
         if char == "\\":
             at += 1
-        elif char == "'" and opening == "(":
-            at = _after(text, "'", at + 1) - 1
-        elif char == '"':
-            at = text.find('"', at + 1)
-            at = len(text) if at < 0 else at
-        elif char == "#" and opening == "(" and text[at - 1] in " \t\n":
-            at = _after(text, "\n", at) - 1
-        elif char in (opening, closing):
-            depth += 1 if char == opening else -1
-            if not depth:
+        elif char == inner:
+            closers.pop()
+            if closer and not closers:
                 return at + 1
+        elif char == '"':
+            closers.append(char)
+        elif char in "'`" and inner not in ('"', "}"):
+            at = _after(text, char, at + 1) - 1
+        elif text[at : at + 2] in _CLOSERS:
+            closers.append(_CLOSERS[text[at : at + 2]])
+            at += 1
+        elif char == "#" and inner == ")" and text[at - 1] in " \t\n":
+            at = _after(text, "\n", at) - 1
+        elif char == "(" and (inner == ")" or (not inner and at > start and text[at - 1] == "=")):
+            closers.append(")")
+        elif char == "{" and inner == "}":
+            closers.append("}")
+        elif not inner and char in " \t\r\n;&|()<>":
+            break
         at += 1
-    return len(text)
+    return max(min(at, len(text)), start + 1)
 
 
 class _Script:
@@ -185,48 +163,47 @@ class _Script:
     def run(self, tokens: list[str]) -> None:
         """Execute the commands of a script or function."""
         outer = self.tokens, self.at
-        self.tokens, self.at, self.depth = tokens, 0, self.depth + 1
-        if self.depth > MOST_DEPTH:
-            raise ScriptError("has functions or brackets that are nested too deeply")
-        while self.at < len(self.tokens):
+        self.tokens, self.at = tokens, 0
+        with self._nested():
             self._block((), True)
-            self.at += 1
-        (self.tokens, self.at), self.depth = outer, self.depth - 1
+        self.tokens, self.at = outer
+
+    @contextmanager
+    def _nested(self) -> Iterator[None]:
+        self.depth += 1
+        if self.depth > MOST_DEPTH:
+            raise ScriptError("has functions, brackets or expansions that are nested too deeply")
+        yield
+        self.depth -= 1
+
+    def _next(self) -> str:
+        """Return the next token, and "" after the last one."""
+        self.at += 1
+        return self.tokens[self.at - 1] if self.at <= len(self.tokens) else ""
 
     def _block(self, ends: Sequence[str], live: bool) -> str:
         """Execute commands up to a word of ``ends``, and return it. Unless ``live``, commands are only read."""
-        self.depth += 1
-        if self.depth > MOST_DEPTH:
-            raise ScriptError("has functions or brackets that are nested too deeply")
         runs = True
-        while self.at < len(self.tokens):
-            token = self.tokens[self.at]
-            if token in ends:
-                break
-            self.at += 1
-            if token in ("\n", ";", "&", "|"):
-                runs = True
-            elif token in ("&&", "||"):
-                runs = runs and (self.status if token == "&&" else not self.status)
-            elif token == "if":
-                self._if(live and runs)
-            elif token == "case":
-                self._case(live and runs)
-            elif token in ("for", "while", "until", "select"):
-                self._block(("do",), False)
-                self._block(("done",), False)
-                if live and runs:
-                    self.note("the loops of the script are not executed")
-            elif token in ("{", "("):
-                self._block(("}" if token == "{" else ")",), live and runs)
-            elif token in (")", "done", "fi", "esac", "}", ";;", "then", "do"):
-                continue
-            else:
-                self._command(token, live and runs)
-        self.depth -= 1
-        end = self.tokens[self.at] if self.at < len(self.tokens) else ""
-        self.at += 1
-        return end
+        with self._nested():
+            while (token := self._next()) and token not in ends:
+                if token in ("\n", ";", "&", "|"):
+                    runs = True
+                elif token in ("&&", "||"):
+                    runs = runs and (self.status if token == "&&" else not self.status)
+                elif token == "if":
+                    self._if(live and runs)
+                elif token == "case":
+                    self._case(live and runs)
+                elif token in ("for", "while", "until", "select"):
+                    self._block(("do",), False)
+                    self._block(("done",), False)
+                    if live and runs:
+                        self.note("the loops of the script are not executed")
+                elif token in ("{", "("):
+                    self._block(("}" if token == "{" else ")",), live and runs)
+                elif token not in (")", "done", "fi", "esac", "}", ";;", "then", "do"):
+                    self._command(token, live and runs)
+        return token
 
     def _if(self, live: bool) -> None:
         done, word = False, "if"
@@ -240,44 +217,34 @@ class _Script:
             self._block(("fi",), live and not done)
 
     def _case(self, live: bool) -> None:
-        subject = " ".join(self._expand(self.tokens[self.at])) if live and self.at < len(self.tokens) else ""
-        done = not live
-        self.at += 1
-        while self.at < len(self.tokens) and self.tokens[self.at] != "esac":
+        word, done, end = self._next(), not live, ";;"
+        subject = " ".join(self._expand(word)) if live else ""
+        while end == ";;":
             patterns = []
-            while self.at < len(self.tokens) and self.tokens[self.at] not in (")", "esac"):
-                patterns += [self.tokens[self.at]] if self.tokens[self.at] not in ("in", "\n", "|", "(", ";;") else []
-                self.at += 1
-            if self.tokens[self.at : self.at + 1] != [")"]:
-                break
-            self.at += 1
+            while (token := self._next()) not in (")", "esac", ""):
+                patterns += [token] if token not in ("in", "\n", "|", "(", ";;") else []
+            if token != ")":
+                return
             matches = not done and any(fnmatchcase(subject, "".join(self._expand(each))) for each in patterns)
-            self._block((";;", "esac"), matches)
+            end = self._block((";;", "esac"), matches)
             done = done or matches
-            self.at -= self.tokens[self.at - 1 : self.at] == ["esac"]
-        self.at += 1
 
     def _command(self, first: str, live: bool) -> None:
         """Execute a simple command, whose first token has been read."""
-        tokens, brackets = [first], first == "[["
         if first == "function" or self.tokens[self.at : self.at + 2] == ["(", ")"]:
             self._define(first, live)
             return
+        tokens, brackets = [first], first == "[["
         while self.at < len(self.tokens) and (brackets or self.tokens[self.at] not in _ENDS):
-            tokens.append(self.tokens[self.at])
-            self.at += 1
+            tokens.append(self._next())
             brackets = brackets and tokens[-1] != "]]"
         if not live:
             return
-        self.steps += 1
-        if self.steps > MOST_STEPS:
-            raise ScriptError(f"has more than {MOST_STEPS} commands")
+        self._count([])
         self.status = True
-        if tokens[0] == "!":
-            self._command_words(tokens[1:])
-            self.status = not self.status
-        else:
-            self._command_words(tokens)
+        is_negated = tokens[0] == "!"
+        self._command_words(tokens[is_negated:])
+        self.status = self.status != is_negated
 
     def _command_words(self, tokens: list[str]) -> None:
         assigns = True
@@ -306,10 +273,9 @@ class _Script:
             self.commands.append(words)
 
     def _define(self, first: str, live: bool) -> None:
-        name = self.tokens[self.at] if first == "function" else first
-        while self.at < len(self.tokens) and self.tokens[self.at] != "{":
-            self.at += 1
-        self.at += 1
+        name = self._next() if first == "function" else first
+        while self._next() not in ("{", ""):
+            pass
         start = self.at
         self._block(("}",), False)
         if live:
@@ -343,7 +309,7 @@ class _Script:
                 end = _after(token, "'", at + 1)
                 parts, at = [token[at + 1 : end - 1]], end
             elif char == '"':
-                end = _end_of_quotes(token, at + 1)
+                end = _end(token, at + 1, '"')
                 parts, at = self._quoted(token[at + 1 : end - 1]), end
             elif char in "$`":
                 values, at = self._value(token, at)
@@ -378,12 +344,12 @@ class _Script:
         if text[at] == "`":
             return ["${a command}"], _after(text, "`", at + 1)
         if text.startswith("$((", at):
-            end = _end_of_group(text, at + 1)
+            end = _end(text, at + 2, ")")
             return [self._arithmetic(text[at + 3 : end - 2])], end
         if text.startswith("$(", at):
-            return ["${a command}"], _end_of_group(text, at + 1)
+            return ["${a command}"], _end(text, at + 2, ")")
         if text.startswith("${", at):
-            end = _end_of_group(text, at + 1)
+            end = _end(text, at + 2, "}")
             return self._count(self._parameter(text[at + 2 : end - 1])), end
         if match := re.compile(rf"\$({_NAME}|[0-9@*#?$!-])").match(text, at):
             return self._count(self._parameter(match[1])), match.end()
@@ -394,7 +360,8 @@ class _Script:
         self.steps += 1
         self.size += sum(map(len, values)) + len(values)
         if self.size > MOST_EXPANDED or self.steps > MOST_STEPS:
-            raise ScriptError(f"expands to more than {MOST_EXPANDED} characters or {MOST_STEPS} words")
+            limits = f"{MOST_STEPS} commands and words, or {MOST_EXPANDED} characters"
+            raise ScriptError(f"has or expands to more than {limits}")
         return values
 
     def _parameter(self, text: str) -> list[str]:
@@ -423,12 +390,8 @@ class _Script:
         return values if values is not None else [f"${{{name}}}"]
 
     def _words(self, default: str) -> list[str]:
-        self.depth += 1
-        if self.depth > MOST_DEPTH:
-            raise ScriptError("has expansions that are nested too deeply")
-        words = self._expand(default)
-        self.depth -= 1
-        return words
+        with self._nested():
+            return self._expand(default)
 
     def _arithmetic(self, text: str) -> str:
         """Return the value of an expression of integers."""
@@ -443,9 +406,7 @@ class _Script:
         """Return the value of a condition. A condition on files or unset variables counts as false."""
         for sign, combine in (("||", any), ("&&", all)):
             if sign in words:
-                parts = [list[str]()]
-                for word in words:
-                    parts[-1].append(word) if word != sign else parts.append([])
+                parts = [list(group) for is_sign, group in groupby(words, sign.__eq__) if not is_sign]
                 return combine(map(self._test, parts))
         if words[:1] == ["!"]:
             return not self._test(words[1:])

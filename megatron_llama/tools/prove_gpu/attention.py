@@ -14,14 +14,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.arch.pattern import Pattern
-from megatron_llama.tools.prove_gpu.checks import CheckFailed, NotRun, Outcome, Row
+from megatron_llama.tools.prove_gpu.checks import Outcome, Row
+from megatron_llama.tools.prove_gpu.session import CheckFailed, NotRun, Session
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from megatron_llama.devices import Device
-    from megatron_llama.tools.prove_gpu.session import Session
 
 LENGTHS = {"small": 193, "full": 1000}
 """Tokens per sequence; no multiples of the kernels' tiles."""

@@ -8,18 +8,15 @@ import re
 from collections import Counter
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_llama.system.files import read_json
 from megatron_llama.system.programs import IN_CHECKOUT
 from megatron_llama.system.tables import gib
 from megatron_llama.tools.common import MOCK_RUN
-from megatron_llama.tools.prove_gpu.checks import TABLE, CheckFailed, NotRun, Outcome, Row
-from megatron_llama.tools.prove_gpu.session import COLD_COMPILE_SECONDS, LOG
+from megatron_llama.tools.prove_gpu.checks import TABLE, Outcome, Row
+from megatron_llama.tools.prove_gpu.session import COLD_COMPILE_SECONDS, LOG, CheckFailed, NotRun, Session, TrainingRun
 from megatron_llama.tools.prove_gpu.training import NO_SAVE, QUIET, require_losses
-
-if TYPE_CHECKING:
-    from megatron_llama.tools.prove_gpu.session import Session, TrainingRun
 
 ROUNDS, STEPS = 2, 5
 NOT_INSTALLED = "not installed in this environment"

@@ -11,19 +11,19 @@ from collections.abc import Sequence
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from megatron_llama.config.settings import DEVICES
 from megatron_llama.system.command import ArgumentParser
+from megatron_llama.system.errors import UserError
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
 from megatron_llama.system.limits import usable_cores
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.progress import duration
 from megatron_llama.system.wrapping import fill, wrap, wrap_lines
 from megatron_llama.tools.common import show_line
-
-if TYPE_CHECKING:
-    from megatron_llama.tools.prove_gpu.checks import PartResult
-    from megatron_llama.tools.prove_gpu.schedule import Part
+from megatron_llama.tools.prove_gpu.checks import TABLE, Part, PartResult, Status, read_rows, run_parts
+from megatron_llama.tools.prove_gpu.page import last_line, pack, read_results, table_lines, write_files
+from megatron_llama.tools.prove_gpu.session import CheckFailed, Clock, Session
 
 MINUTES = 10.0
 MOST_MINUTES = 24 * 60.0
@@ -68,21 +68,18 @@ docs/design/gpu.md explains the parts. Not run on hardware.
 
 def parts(small: bool = False) -> list[Part]:
     """Return all parts of ``plan.toml`` in their order."""
-    from megatron_llama.tools.prove_gpu.checks import TABLE, read_rows
-    from megatron_llama.tools.prove_gpu.schedule import Part
-
-    def build(name: str, check: str, **fields: Any) -> Part:
-        module, _, function = check.partition(".")
-        run = getattr(import_module(f"{__package__}.{module}"), function)
+    plan = []
+    for name, fields in TABLE["parts"].items():
+        module, _, function = fields["check"].partition(".")
+        check = getattr(import_module(f"{__package__}.{module}"), function)
         rows = read_rows(f"small_{name}" if small and f"small_{name}" in TABLE["rows"] else name)
-        return Part(name, TABLE["titles"][name], rows=rows, check=run, **fields)
-
-    return [build(name, **fields) for name, fields in TABLE["parts"].items()]
+        plan.append(Part(name, TABLE["titles"][name], **{**fields, "rows": rows, "check": check}))
+    return plan
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/prove_gpu.py`` with ``argv``; return the exit status."""
-    lines = [line for part in parts() for line in wrap_lines(part.title, f"  {part.name:<13}")]
+    lines = [line for name, title in TABLE["titles"].items() for line in wrap_lines(title, f"  {name:<13}")]
     usage = name_commands(USAGE.format(parts="\n".join(lines)))
     if {"--help", "-h"} & set(argv):
         sys.stdout.write(usage)
@@ -94,9 +91,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _read_arguments(argv: Sequence[str], usage: str) -> tuple[argparse.Namespace, list[str]]:
     """Return the arguments and the names of the requested parts. Raises UserError."""
-    from megatron_llama.config.settings import DEVICES
-    from megatron_llama.system.errors import UserError
-
     parser = ArgumentParser(usage=usage, add_help=False, allow_abbrev=False)
     add = parser.add_argument
     add("--minutes", type=float, default=MINUTES)
@@ -116,7 +110,7 @@ def _read_arguments(argv: Sequence[str], usage: str) -> tuple[argparse.Namespace
         problems.append(f"--jobs {arguments.jobs} must be at least 1")
     if arguments.device not in DEVICES:
         problems.append(f"--device {arguments.device} is unknown: write one of {', '.join(DEVICES)}")
-    names = [part.name for part in parts()]
+    names = list(TABLE["parts"])
     requested = names if arguments.parts is None else ["environment", *arguments.parts.split(",")]
     unknown = [name for name in requested if name not in names]
     problems += [f"--parts {name} is unknown: write some of {','.join(names)}" for name in unknown]
@@ -135,12 +129,6 @@ def _read_arguments(argv: Sequence[str], usage: str) -> tuple[argparse.Namespace
 
 def _run(arguments: argparse.Namespace, names: Sequence[str], work: Path, argv: Sequence[str]) -> int:
     """Run the parts in the folder ``work``, printing a row for each; write the results. Return the exit status."""
-    from megatron_llama.system.errors import UserError
-    from megatron_llama.tools.prove_gpu.checks import CheckFailed, Clock, Status
-    from megatron_llama.tools.prove_gpu.page import last_line, pack, read_results, table_lines, write_files
-    from megatron_llama.tools.prove_gpu.schedule import run_parts
-    from megatron_llama.tools.prove_gpu.session import Session
-
     folder = arguments.output or RESULTS / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     clock = Clock(60 * arguments.minutes)
     session = Session(folder.absolute(), work, clock, arguments.device, small=arguments.small, jobs=arguments.jobs)

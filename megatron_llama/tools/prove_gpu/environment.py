@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from megatron_llama.system.programs import commit
 from megatron_llama.system.tables import gib
 from megatron_llama.tools.common import package_version
-from megatron_llama.tools.prove_gpu.checks import CheckFailed, Outcome, Row, attempt
+from megatron_llama.tools.prove_gpu.checks import Outcome, Row
+from megatron_llama.tools.prove_gpu.session import CheckFailed, Session
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_llama.devices import Device
-    from megatron_llama.tools.prove_gpu.session import Session
 
 PACKAGES = (
     *("megatron_llama", "torch", "megatron-core", "triton", "numpy", "torchao", "transformer-engine"),
@@ -85,9 +85,17 @@ def main(argv: Sequence[str]) -> int:
     else:
         device = get_device(argv[0])
         measured = measurements(device, device.enter(0, 1), 32 if argv[1] == "small" else 1)
-        values = {label: attempt(measure) for label, measure in measured}
+        values = {label: _attempt(measure) for label, measure in measured}
     sys.stdout.write(json.dumps(values) + "\n")
     return 0
+
+
+def _attempt(measure: Callable[[], float]) -> float | str:
+    """Return a measurement, or the error as text: an error of a driver or a library is a result."""
+    try:
+        return measure()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def collect(name: str) -> dict[str, Any]:
@@ -127,7 +135,7 @@ def _facts(device: Device) -> dict[str, Any]:
         "compiler": _compiler_version(),
         "compiler_missing": device.compiler_missing(),
         "variables": settings_of_environment(os.environ),
-        "matmul_error": attempt(lambda: _matmul_error(device)),
+        "matmul_error": _attempt(lambda: _matmul_error(device)),
     }
 
 

@@ -12,15 +12,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megatron_llama.devices import HOST
 from megatron_llama.system.files import read_json, write_atomically
 from megatron_llama.tools.common import package_version
-from megatron_llama.tools.prove_gpu.checks import TABLE, CheckFailed, Clock, Outcome, Row
+from megatron_llama.tools.prove_gpu.checks import TABLE, Outcome, Row
+from megatron_llama.tools.prove_gpu.session import CheckFailed, Clock, Session, TrainingRun
 from megatron_llama.tools.prove_gpu.training import QUIET, require_losses
-
-if TYPE_CHECKING:
-    from megatron_llama.tools.prove_gpu.session import Session, TrainingRun
 
 ORACLE = Path(__file__).with_name("oracle.json")
 PACKAGES = ("torch", "megatron-core", "numpy")
@@ -74,9 +73,6 @@ def record(models: Sequence[str], train: Callable[[Row], TrainingRun]) -> dict[s
 
 def main() -> int:
     """Train all models on the CPU and write ``oracle.json``."""
-    from megatron_llama.devices import HOST
-    from megatron_llama.tools.prove_gpu.session import Session
-
     with tempfile.TemporaryDirectory() as folder:
         session = Session(Path(folder) / "results", Path(folder) / "runs", Clock(3600.0), HOST)
 

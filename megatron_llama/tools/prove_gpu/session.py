@@ -27,7 +27,6 @@ from megatron_llama.devices import device_named
 from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.system.programs import IN_CHECKOUT, ROOT, program_files
 from megatron_llama.system.signals import exit_with_parent
-from megatron_llama.tools.prove_gpu.checks import CheckFailed, Clock, NotRun
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI")
@@ -44,6 +43,30 @@ POLL_SECONDS = 0.1
 LEAST_LIMIT_SECONDS = 90.0
 COLD_COMPILE_SECONDS = 300.0  # least limit of a run that compiles
 GRACE_SECONDS = 5.0
+
+
+class CheckFailed(Exception):
+    """A check detected a fault. ``values`` are as in ``Outcome``."""
+
+    def __init__(self, detail: str, values: dict[str, Any] | None = None) -> None:
+        super().__init__(detail)
+        self.values = values or {}
+
+
+class NotRun(Exception):
+    """A check does not apply to this machine, or has no time; the message is the reason."""
+
+
+class Clock:
+    """Time of the whole command, ``seconds``. ``now`` returns monotonic seconds."""
+
+    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
+        self.now, self.end, self.seconds = now, now() + seconds, seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end of the command, at least 0."""
+        return max(0.0, self.end - self.now())
 
 
 class Redactor:

@@ -7,18 +7,15 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_llama.devices import HOST
 from megatron_llama.system.files import read_json
 from megatron_llama.system.programs import CONF_DIR, program_files
 from megatron_llama.system.tables import gib
 from megatron_llama.tools.common import MOCK_RUN
-from megatron_llama.tools.prove_gpu.checks import TABLE, CheckFailed, Outcome, Row
-from megatron_llama.tools.prove_gpu.session import PROFILING
-
-if TYPE_CHECKING:
-    from megatron_llama.tools.prove_gpu.session import Process, Session, TrainingRun
+from megatron_llama.tools.prove_gpu.checks import TABLE, Outcome, Row
+from megatron_llama.tools.prove_gpu.session import PROFILING, CheckFailed, Process, Session, TrainingRun
 
 QUIET = (*MOCK_RUN, "optim=constant", "optim.warmup_steps=0", "checkpoint.every_minutes=0")
 NO_SAVE = "checkpoint.save_last=false"

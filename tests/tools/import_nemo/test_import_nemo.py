@@ -20,9 +20,8 @@ from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import format_value
 from megatron_llama.plan import resolve
 from megatron_llama.tools.import_nemo.cli import as_yaml, check, command_line, convert_source, format_listing, main
-from megatron_llama.tools.import_nemo.convert import convert
 from megatron_llama.tools.import_nemo.engine import ConvertedConfig
-from megatron_llama.tools.import_nemo.nemo_keys import PRESETS
+from megatron_llama.tools.import_nemo.nemo import PRESETS, convert
 from megatron_llama.tools.import_nemo.read_script import ScriptError, read_script
 from tests.data.files import train_tokenizer
 from tests.golden import GoldenFiles

@@ -16,10 +16,9 @@ from megatron_llama.devices import get_device
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json
 from megatron_llama.tools.prove_gpu import cli, page
-from megatron_llama.tools.prove_gpu.checks import CheckFailed, Clock, NotRun, Outcome, PartResult, Result, Row, Status
+from megatron_llama.tools.prove_gpu.checks import Outcome, Part, PartResult, Result, Row, Status, run_parts
 from megatron_llama.tools.prove_gpu.environment import settings_of_environment
-from megatron_llama.tools.prove_gpu.schedule import Part, run_parts
-from megatron_llama.tools.prove_gpu.session import Process, Redactor, Session
+from megatron_llama.tools.prove_gpu.session import CheckFailed, Clock, NotRun, Process, Redactor, Session
 from tests.golden import GoldenFiles
 
 FACTS = {
@@ -91,7 +90,7 @@ def test_checks_that_do_not_fit_are_not_run() -> None:
     assert results[0].detail == "1 of 4 checks passed; 3 not run"
     results = list(run_parts([part("a", time.takes(100)), part("b", time.takes(1))], time.session()))
     assert results[1].status == Status.NOT_RUN and "--minutes" in results[1].detail
-    checks = tuple(Result(f"zero {number}", Status.PASSED if number else Status.NOT_RUN, "") for number in range(3))
+    checks = {number: Result(f"zero {number}", Status.PASSED if number else Status.NOT_RUN, "") for number in range(3)}
     assert PartResult("parity", "", checks).detail == "2 of 3 checks passed; not run: zero 0"
 
 

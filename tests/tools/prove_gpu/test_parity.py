@@ -12,9 +12,8 @@ from megatron_llama.config import load_config
 from megatron_llama.plan import resolve
 from megatron_llama.system.files import read_json
 from megatron_llama.tools.prove_gpu import parity
-from megatron_llama.tools.prove_gpu.checks import TABLE, CheckFailed, Clock, Row, Status, read_rows
-from megatron_llama.tools.prove_gpu.schedule import Part, run_parts
-from megatron_llama.tools.prove_gpu.session import Process, Session, TrainingRun
+from megatron_llama.tools.prove_gpu.checks import TABLE, Part, Row, Status, read_rows, run_parts
+from megatron_llama.tools.prove_gpu.session import CheckFailed, Clock, Process, Session, TrainingRun
 from tests import warm  # noqa: F401
 from tests.paths import CONF
 from tests.processes import run_train_py

@@ -16,9 +16,8 @@ from megatron_llama.config import load_config
 from megatron_llama.devices import get_device
 from megatron_llama.plan import resolve
 from megatron_llama.tools.prove_gpu import attention, benchmark, cli, training
-from megatron_llama.tools.prove_gpu.checks import TABLE, CheckFailed, Clock, NotRun, Row, read_rows
-from megatron_llama.tools.prove_gpu.schedule import run_parts
-from megatron_llama.tools.prove_gpu.session import Process, Session, TrainingRun
+from megatron_llama.tools.prove_gpu.checks import TABLE, Row, read_rows, run_parts
+from megatron_llama.tools.prove_gpu.session import CheckFailed, Clock, NotRun, Process, Session, TrainingRun
 from tests.golden import GoldenFiles
 from tests.paths import CONF
 

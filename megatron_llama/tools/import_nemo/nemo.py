@@ -1,9 +1,12 @@
-"""Convert a config of NeMo, neuronx-nemo-megatron or NxDT and record the conversion of each key."""
+"""Convert a config of NeMo, neuronx-nemo-megatron or NxDT and record the conversion of each key.
+
+Tables of the keys: nemo.yaml. Keys that depend on each other are converted here.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +22,46 @@ from megatron_llama.config.hf_config import read_hf_config, shape_from_hf, unsup
 from megatron_llama.config.problems import ConfigError, Problem, format_value
 from megatron_llama.config.text_checks import check_interpolations, names_secret
 from megatron_llama.system.files import check_yaml
-from megatron_llama.tools.import_nemo import nemo_keys as keys
-from megatron_llama.tools.import_nemo.engine import Conversion, ConvertedConfig, Kind, is_count, is_on, load_tables
-from megatron_llama.tools.import_nemo.nemo_keys import PRESETS, SWITCHES, convert_precision, embedding_rows
+from megatron_llama.tools.import_nemo.engine import (
+    Conversion,
+    ConvertedConfig,
+    Kind,
+    embedding_rows,
+    is_count,
+    load_tables,
+)
 
+FP32_STATES = "adamw_fp32optstate"
 SCHEDULES = {"cosineannealing": "cosine", "linearannealingwithwarmup": "linear", "warmuppolicy": "constant"}
 # Optimizers equal to AdamW; they differ in the location of the optimizer states.
 SHARDED = ("distributed_fused_adam", "mcore_distributed_optim")
-ADAMW = ("adamw", "fused_adam", "adamw_fp32optstate", "megatron_fused_adam", *SHARDED)
+ADAMW = ("adamw", "fused_adam", FP32_STATES, "megatron_fused_adam", *SHARDED)
+LAYOUT = "distributed_strategy."
+TIED = "model.share_embeddings_and_output_weights"
+
+FROM_A_CHECKPOINT = (
+    "export a Llama checkpoint to the Hugging Face format, then run python train.py model=from_hf init_from=FOLDER "
+    "finetune=full, or lora (docs/guides/data/finetuning.md); or write model.num_layers=N etc. after the file"
+)
+GPT_DEFAULTS: Mapping[str, str] = {
+    "activation": "gelu",
+    "normalization": "layernorm",
+    "position_embedding_type": "learned_absolute",
+    "bias has_bias": "true",
+    "hidden_dropout": "0.1",
+    "attention_dropout": "0.1, or 0 on Trainium",
+}
+"""Defaults of NeMo and derived programs that differ from Llama, by the alternative names of a key."""
+# Names of neuronx-nemo-megatron's train_setup.sh, which trainer.precision accepts on all devices.
+PRESETS = ("bf16SR", "fp32_ZeroOptMaster", "fp32_ZeroOptMasterGradAcc", "megatron_amp_O2", "fp32_OptStates", "fp32")
+SWITCHES = (
+    "model.megatron_amp_O2",
+    "model.wrap_with_zero",
+    "model.zero_use_master_weight",
+    "model.zero_use_fp32_grad_accum",
+)
+HALF = "XLA_USE_BF16"
+"""Variable that distinguishes bf16SR from fp32 in train_setup.sh; set if that script runs this one."""
 
 
 def convert(path: Path, overrides: Sequence[str] = ()) -> ConvertedConfig:
@@ -69,7 +104,7 @@ class NemoConversion(Conversion):
 
     @property
     def _is_nxdt(self) -> bool:
-        return any(key.startswith(keys.LAYOUT) for key in self.values)
+        return any(key.startswith(LAYOUT) for key in self.values)
 
     def length(self) -> None:
         """Reject lengths that are not a number of steps, and report keys that change the length or the order."""
@@ -97,7 +132,7 @@ class NemoConversion(Conversion):
         missing = [key for key in sizes if self.get(key) is None and self.tables.settings[key] not in self.settings]
         if len(missing) == len(sizes) and not self.problems:
             rule = "has no num_layers, hidden_size and num_attention_heads (they may be in a checkpoint)"
-            self.problems.append(Problem("model", None, rule, keys.FROM_A_CHECKPOINT))
+            self.problems.append(Problem("model", None, rule, FROM_A_CHECKPOINT))
         elif not self.problems:
             for key in missing:
                 self.require(key)
@@ -110,10 +145,10 @@ class NemoConversion(Conversion):
             self.record("model.ffn_hidden_size", Kind.RENAMED, setting, "NeMo's default")
         if self.get("model.model_config") is None:
             self._assume_llama_parts()
-        if self.settings.get("model.tie_word_embeddings") is None and self.get(keys.TIED) is None:
+        if self.settings.get("model.tie_word_embeddings") is None and self.get(TIED) is None:
             self.settings["model.tie_word_embeddings"] = True
             self.assumed.append("model.tie_word_embeddings=true, NeMo's default; Llama configs set false")
-        if is_on(self.values, key := "model.scale_positional_embedding"):
+        if self.is_on(key := "model.scale_positional_embedding"):
             self.convert_key(key, "model.rope_scaling", {"rope_type": "llama3"}, "Llama 3.1's")
         if (factor := self.get(key := "model.seq_len_interpolation_factor")) not in (None, 1):
             self.convert_key(key, "model.rope_scaling", {"rope_type": "linear", "factor": factor}, "linear scaling")
@@ -124,7 +159,7 @@ class NemoConversion(Conversion):
 
     def _assume_llama_parts(self) -> None:
         """Record parts without a value, whose defaults differ from Llama."""
-        for part, default in keys.GPT_DEFAULTS.items():
+        for part, default in GPT_DEFAULTS.items():
             if all(self.get(f"model.{key}") is None for key in part.split()):
                 name = part.partition(" ")[0]
                 self.assumed.append(f"model.{name} as in Llama: not given, and NeMo's default is {default}")
@@ -201,9 +236,7 @@ class NemoConversion(Conversion):
     def _fine_tuning_sets(self) -> None:
         """Convert fine-tuning datasets: NeMo has them in fine-tuning configs only; on Trainium a switch does."""
         records = "data.train_ds.file_names"
-        if not (
-            is_on(self.values, "data.fine_tuning") if "data.fine_tuning" in self.values else records in self.values
-        ):
+        if not (self.is_on("data.fine_tuning") if "data.fine_tuning" in self.values else records in self.values):
             return
         why = "data files are not converted; data=chat: docs/guides/data/sft_data.md"
         self.record(records, Kind.UNSUPPORTED, why=why)
@@ -253,9 +286,9 @@ class NemoConversion(Conversion):
             self.require("model.optim.lr", "3e-4")
         self.convert_key("trainer.gradient_clip_val", "optim.clip", self.get("trainer.gradient_clip_val", 0) or None)
         self.settings["trainer.zero"] = int(self._is_nxdt or name in SHARDED)  # 1 is NxDT's default
-        for key in ("model.wrap_with_zero", f"{keys.LAYOUT}zero1"):
+        for key in ("model.wrap_with_zero", f"{LAYOUT}zero1"):
             if self.get(key) is not None:
-                self.convert_key(key, "trainer.zero", int(is_on(self.values, key)))
+                self.convert_key(key, "trainer.zero", int(self.is_on(key)))
 
     def schedule(self) -> None:
         at = "model.optim.sched."
@@ -289,14 +322,78 @@ class NemoConversion(Conversion):
             self.problems.append(Problem(key, granularity, "must be selective, full or null", f"write {key}=full"))
 
     def precision(self) -> None:
-        chosen = convert_precision(self.values)
-        self.settings["trainer.precision"] = chosen.name
-        written = f"trainer.precision={chosen.name}"
-        self.record(chosen.key, Kind.RENAMED if chosen.supported else Kind.UNSUPPORTED, written, chosen.why)
-        self.record(" ".join(("trainer.precision", *SWITCHES)), Kind.MEANINGLESS, why=f"converted with {chosen.key}")
-        if chosen.assumed:
-            self.assumed.append(chosen.assumed)
-        assert chosen.name in (*PRESETS, "bf16", "bf16_sr")
+        """Convert up to seven keys to ``trainer.precision``."""
+        name, key, why, is_supported = self._precision()
+        self.settings["trainer.precision"] = name
+        kind = Kind.RENAMED if is_supported else Kind.UNSUPPORTED
+        self.record(key, kind, f"trainer.precision={name}", why)
+        self.record(" ".join(("trainer.precision", *SWITCHES)), Kind.MEANINGLESS, why=f"converted with {key}")
+
+    def _precision(self) -> tuple[str, str, str, bool]:
+        """Return (precision, key that decides, reason, whether it is supported)."""
+        key, given = "trainer.precision", str(self.values.get("trainer.precision") or 32)  # null is Lightning's default
+        if given in PRESETS or given == "bf16_sr":
+            return given, key, "", True
+        if self.values.get("precision.type") is not None:
+            return self._nxdt_precision()
+        if self.values.get("trainer.accelerator") == "tpu" or self.values.get("model.wrap_with_zero") is not None:
+            return self._neuron_precision()
+        kind = given.lower().removesuffix("-mixed")
+        if kind in ("32", "32-true", "fp32"):
+            return "fp32", key, "", True
+        if kind == "bf16":
+            name = "megatron_amp_O2" if self.is_on("model.megatron_amp_O2") else "bf16"
+            return name, key, "fp32 master weights, bf16 arithmetic", True
+        why = "unknown precision; bf16 is written"
+        if kind in ("16", "fp16", "16-true"):
+            why = "fp16 with loss scaling is not supported; bf16 is written"
+        elif kind == "bf16-true":
+            why = "bf16 weights without fp32 master weights lose small updates; bf16 has master weights"
+        return "bf16", key, why, False
+
+    def _nxdt_precision(self) -> tuple[str, str, str, bool]:
+        key, kind = "precision.type", str(self.values["precision.type"])
+        zero = self.is_on(f"{LAYOUT}zero1") or f"{LAYOUT}zero1" not in self.values
+        if kind in ("bf16SR", "fp32"):
+            return kind, key, "", True
+        if kind == "autocast":
+            return "bf16", key, "bf16 arithmetic, fp32 weights", True
+        if kind in ("mixed_precision", "mixed_precisionSR", "mixed_precision_SR"):
+            if not zero:
+                why = "without zero1 there are no master weights, which is not supported; bf16 has them"
+                return "bf16", key, why, False
+            sr = "; activations are rounded to nearest" if kind != "mixed_precision" else ""
+            return "fp32_ZeroOptMasterGradAcc", key, f"master weights and gradient sums in fp32{sr}", True
+        if kind != "manual":
+            return "bf16", key, "not a precision of NxDT; bf16 is written", False
+        bf16, downcast = self.is_on("precision.xla_use_bf16"), self.is_on("precision.xla_downcast_bf16")
+        if bf16 and self.is_on("precision.neuron_rt_stochastic_rounding_en"):
+            return "bf16SR", key, "xla_use_bf16 with stochastic rounding", True
+        if downcast and zero and self.is_on("precision.master_weights"):
+            sums = "GradAcc" if self.is_on("precision.fp32_grad_acc") else ""
+            return f"fp32_ZeroOptMaster{sums}", key, "master weights in fp32", True
+        if not bf16 and not downcast:
+            return "fp32", key, "no bf16", True
+        why = "bf16 without master weights and stochastic rounding loses small updates; bf16 is written"
+        return "bf16", key, why, False
+
+    def _neuron_precision(self) -> tuple[str, str, str, bool]:
+        amp, zero, master, fp32_sums = map(self.is_on, SWITCHES)
+        if amp:
+            return "megatron_amp_O2", SWITCHES[0], "", True
+        if zero and master:
+            return f"fp32_ZeroOptMaster{'GradAcc' if fp32_sums else ''}", SWITCHES[2], "", True
+        if str(self.values.get("model.optim.name", "")).lower() == FP32_STATES:
+            return "fp32_OptStates", "model.optim.name", "", True
+        key, bf16 = "trainer.precision", os.environ.get(HALF)
+        if bf16 is not None:
+            kind = "bf16SR" if bf16.lower() in ("1", "true") else "fp32"
+            return kind, key, f"{HALF}={bf16} is set, as train_setup.sh does", True
+        self.assumed.append(
+            "trainer.precision=fp32: configs of bf16SR and fp32 are equal, and train_setup.sh distinguishes them by "
+            f"{HALF}; write trainer.precision=bf16SR for bf16SR"
+        )
+        return "fp32", key, "", True
 
     def checkpoints(self) -> None:
         key = "exp_manager.checkpoint_callback_params.save_top_k"
