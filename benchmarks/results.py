@@ -1,22 +1,18 @@
-"""Helpers of all benchmarks: run a program, describe the machine and the commit, draw a figure."""
+"""Helpers of all benchmarks: run a program, describe the machine and the commit, publish a page."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from megatron_llama.devices.processor import processor
 from megatron_llama.system.files import write_atomically
-from megatron_llama.system.output import import_pyplot
 from megatron_llama.system.programs import commit as commit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,17 +57,3 @@ def publish(page: str, path: Path | None) -> None:
         sys.stdout.write(page)
     else:
         write_atomically(path, page)
-
-
-@contextlib.contextmanager
-def figure(path: Path, rows: int, columns: int, **options: Any) -> Iterator[Any]:
-    """Yield the axes of ``pyplot.subplots``; save the figure to ``path`` at the end of the block."""
-    pyplot = import_pyplot()
-    drawn, panels = pyplot.subplots(rows, columns, **options)
-    yield panels
-    for axes in panels:
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    drawn.tight_layout()
-    drawn.savefig(path, dpi=150)
-    pyplot.close(drawn)

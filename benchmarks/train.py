@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,13 @@ from benchmarks.harness.comparison import (
     summary_lines,
 )
 from benchmarks.harness.environments import Peer, torch_version
-from benchmarks.harness.runner import RoundSettings, progress, run_rounds
+from benchmarks.harness.runner import RoundSettings, run_rounds
 from benchmarks.harness.task import TrainingTask
 from benchmarks.results import ROOT, command_line, commit, describe_machine
 from megatron_llama.arch.flops import flops_per_token
-from megatron_llama.devices import Device, get_device
+from megatron_llama.devices import get_device
 from megatron_llama.system.files import write_atomically
+from megatron_llama.system.progress import ProgressBar
 from megatron_llama.system.tables import markdown_table
 
 EXPLANATION = """\
@@ -116,16 +117,16 @@ def _measure_cells(
     device = get_device(args.device)
     torch.set_num_threads(args.threads)
     cells = {cell: [entry for entry in task if entry[0].name in pythons] for cell, task in entries.items()}
-    programs = sum(map(len, cells.values()))
-    with progress(programs * (args.rounds + 2)) as advance:
+    turns, done = sum(map(len, cells.values())) * (args.rounds + 2), itertools.count()
+    with ProgressBar("train", "turns", turns) as bar:
         for (model, precision), able in cells.items():
             title, left = f"{model} {precision}", dict[str, str]()
             settings = RoundSettings(
                 rounds=args.rounds,
                 steps=args.steps,
                 cold=args.cold,
-                peak=partial(_peak, device, precision),
-                advance=lambda text, title=title: advance(f"{title}: {text}"),  # type: ignore[misc]
+                peak=lambda precision=precision: device.peak_flops(precision).flops,  # type: ignore[misc]
+                advance=lambda text, title=title: bar.show(next(done), f"{title}: {text}"),  # type: ignore[misc]
                 excluded=left,
             )
             results = run_rounds([(peer, pythons[peer.name], task) for peer, task in able], settings)
@@ -133,10 +134,6 @@ def _measure_cells(
             if results:
                 length = results[0].task.seq_length
                 yield ComparisonCell(flops_per_token(load_preset(model, args.layers).model, length).causal, results)
-
-
-def _peak(device: Device, precision: str) -> float:
-    return device.peak_flops(precision).flops
 
 
 def page(record: dict[str, Any]) -> Iterator[str]:

@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -26,30 +26,6 @@ ONE = "one"
 PRECISIONS, MODES, ZERO, STATE_BITS = "fp32,bf16", "eager,compiled", "0,1,2,3", "32,8"
 
 
-@dataclass(frozen=True)
-class RunMatrix:
-    """Settings to combine for each model and precision."""
-
-    peers: Sequence[str]
-    modes: Sequence[str]
-    layouts: Sequence[str]
-    """Layouts of this project; peers train in one process."""
-    recompute: Sequence[str]
-    """Values of this project's trainer.recompute."""
-    zero: Sequence[int]
-    """Values of this project's trainer.zero."""
-    device: str
-    threads: int
-    batch_size: int
-    """Sequences per step."""
-    seq_length: int
-    """Tokens per sequence, capped at the model's maximum."""
-    layers: int | None
-    """Layers of each model; None keeps the preset's number."""
-    state_bits: Sequence[int] = (32,)
-    """Bits of this project's Adam states: 8 (optim.state_bits=8) or 32."""
-
-
 def parse_layout(name: str) -> Layout:
     """Parse ``one``, or axes with sizes such as ``tp2`` or ``tp2pp2``. Raises ConfigError."""
     axes = {axis: int(size) for axis, size in re.findall(r"(tp|pp|cp|dp)(\d+)", name)}
@@ -65,17 +41,17 @@ def load_preset(preset: str, layers: int | None) -> Config:
     return load_config([f"model={preset}", *changed], CONF_DIR)
 
 
-def build_tasks(matrix: RunMatrix, preset: str, precision: str) -> Iterator[tuple[Peer, TrainingTask]]:
-    """Yield the programs that train ``preset`` in ``precision``, in the order of their turns."""
-    config = load_preset(preset, matrix.layers)
+def build_tasks(args: argparse.Namespace, preset: str, precision: str) -> Iterator[tuple[Peer, TrainingTask]]:
+    """Yield the programs that train ``preset`` in ``precision``, in the order of their turns. Peers use one process."""
+    config = load_preset(preset, args.layers)
     shape = {**asdict(config.model), "num_key_value_heads": kv_heads(config.model), "head_dim": head_dim(config.model)}
     optim = config.optim
-    for name in matrix.peers:
+    for name in args.peers:
         peer = PEERS[name]
-        modes = [mode for mode in matrix.modes if mode in peer.modes]
+        modes = [mode for mode in args.modes if mode in peer.modes]
         variants = [(ONE, 1, 32, "none")]
         if name == OURS:
-            variants = [*product(matrix.layouts, matrix.zero, matrix.state_bits, matrix.recompute)]
+            variants = [*product(args.layouts, args.zero, args.state_bits, args.recompute)]
         for mode, (layout, zero, state_bits, recompute) in product(modes, variants):
             ranks = parse_layout(layout)
             cache = f"{name}-{mode}-{preset}-{precision}-{layout}" + (f"-{recompute}" if recompute != "none" else "")
@@ -85,15 +61,15 @@ def build_tasks(matrix: RunMatrix, preset: str, precision: str) -> Iterator[tupl
                     preset=preset,
                     model=shape,
                     parameters=parameters(config.model),
-                    seq_length=min(matrix.seq_length, config.model.max_position_embeddings),
-                    batch_size=matrix.batch_size,
+                    seq_length=min(args.seq_length, config.model.max_position_embeddings),
+                    batch_size=args.batch,
                     # A pipeline needs several micro batches; other layouts use one per rank.
-                    micro_batch_size=1 if ranks.pp > 1 else max(1, matrix.batch_size // ranks.dp),
+                    micro_batch_size=1 if ranks.pp > 1 else max(1, args.batch // ranks.dp),
                     precision=precision,
                     mode=mode,
                     layout=ranks,
-                    device=matrix.device,
-                    threads=matrix.threads,
+                    device=args.device,
+                    threads=args.threads,
                     optimizer={
                         "lr": default_lr(config) if optim.lr is None else optim.lr,
                         "betas": list(optim.betas),
@@ -103,7 +79,6 @@ def build_tasks(matrix: RunMatrix, preset: str, precision: str) -> Iterator[tupl
                     },
                     seed=config.trainer.seed,
                     cache=str(BENCH_DIR / "cache" / instruction_set() / cache),
-                    started=0.0,
                     recompute=recompute,
                     zero=zero,
                     state_bits=state_bits,
@@ -179,7 +154,7 @@ def build_entries(args: argparse.Namespace) -> dict[tuple[str, str], list[tuple[
             if str(word) not in split_words(listed):
                 problems.append(Problem(flag, word, f"is not one of {listed}", f"write for example {flag} {listed}"))
     for name in ("batch", "seq_length", "layers", "threads", "rounds", "steps"):
-        flag, number = f"--{name.replace('_', '-')}", getattr(args, name, None)  # a command may lack the flag
+        flag, number = f"--{name.replace('_', '-')}", getattr(args, name)
         if number is not None and number < 1:
             problems.append(Problem(flag, number, "must be at least 1", f"write {flag} 1 or more"))
     if args.layers is None or args.layers > 0:
@@ -187,20 +162,7 @@ def build_entries(args: argparse.Namespace) -> dict[tuple[str, str], list[tuple[
     problems += [problem for name in args.layouts for problem in _problems(parse_layout, name)]
     if problems:
         raise ConfigError([problem for n, problem in enumerate(problems) if problem not in problems[:n]])
-    matrix = RunMatrix(
-        peers=args.peers,
-        modes=args.modes,
-        layouts=args.layouts,
-        recompute=args.recompute,
-        zero=args.zero,
-        state_bits=args.state_bits,
-        device=args.device,
-        threads=args.threads,
-        batch_size=args.batch,
-        seq_length=args.seq_length,
-        layers=args.layers,
-    )
-    return {cell: list(build_tasks(matrix, *cell)) for cell in product(args.models, args.precision)}
+    return {cell: list(build_tasks(args, *cell)) for cell in product(args.models, args.precision)}
 
 
 def _problems(read: Callable[..., object], *arguments: object) -> Sequence[Problem]:

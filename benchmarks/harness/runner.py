@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, Listener, wait
@@ -22,15 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.harness.environments import BENCH_DIR, OURS, ROOT, Peer
 from benchmarks.harness.task import Facts, TrainingTask, checksum
 from megatron_llama.system.errors import MachineError
 from megatron_llama.system.private_folder import make_private
-from megatron_llama.system.progress import duration
 from megatron_llama.system.signals import exit_with_parent
-from megatron_llama.system.tables import open_console
 from megatron_llama.topology import AXIS_NAMES
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -44,27 +41,6 @@ WARM_UP_STEPS = 2
 longer."""
 UNTIMED_STEPS = 1
 """Untimed steps at the start of each turn. The first step after a sleep takes up to twice as long."""
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar on stderr; yield a function to call with the name of each of ``total`` tasks."""
-    console = open_console(stderr=True)
-    columns = (BarColumn(bar_width=24), TextColumn("{task.description}"), TimeElapsedColumn())
-    bar = Progress(*columns, console=console, disable=not console.is_terminal)
-    task, begin, done = bar.add_task("", total=total), time.monotonic(), -1
-
-    def advance(text: str) -> None:
-        nonlocal done
-        done += 1
-        left = f", {duration((time.monotonic() - begin) / done * (total - done))} left" if done else ""
-        line = f"{done}/{total}{left}  {text}"
-        bar.update(task, completed=done, description=line)
-        if not console.is_terminal:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    with bar:
-        yield advance
 
 
 def find_mismatches(task: TrainingTask, facts: Facts, first_loss: float, torch_version: str) -> list[str]:
@@ -253,7 +229,7 @@ class RoundSettings:
     """Number of turns and steps, and callbacks, for ``run_rounds``."""
 
     rounds: int
-    """Turns of each program; 0 measures only the start."""
+    """Turns of each program."""
     steps: int
     """Timed steps per turn."""
     cold: bool
@@ -287,8 +263,7 @@ def run_rounds(entries: Sequence[tuple[Peer, Path, TrainingTask]], settings: Rou
                 settings.excluded[name] = f"does different work: {'; '.join(mismatches)}"
                 continue
             starts.append(program.start)
-            if settings.rounds:
-                program.train(WARM_UP_STEPS)
+            program.train(WARM_UP_STEPS)
             running.append((program, ProgramResult(name, program.task, program.facts, program.first_loss, starts)))
         before = settings.peak()
         for number in range(settings.rounds):
@@ -299,7 +274,7 @@ def run_rounds(entries: Sequence[tuple[Peer, Path, TrainingTask]], settings: Rou
                 after = settings.peak()
                 result.turns.append(TurnMeasurement(**measured, peak_flops=(before + after) / 2))
                 before = after
-        for program, result in running if settings.rounds else ():
+        for program, result in running:
             settings.advance(f"{result.name}, memory")
             result.live_bytes = program.live_bytes()
     return [result for _, result in running]

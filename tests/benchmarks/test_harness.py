@@ -9,7 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +18,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from benchmarks import __main__, long_context, studies
+from benchmarks import __main__, studies
 from benchmarks import __main__ as command_line
 from benchmarks import results as page_parts
 from benchmarks.harness import comparison, runner, worker
-from benchmarks.harness.arguments import RunMatrix, build_tasks, install_peers, load_preset, parse_layout
+from benchmarks.harness.arguments import add_program_arguments, build_tasks, install_peers, parse_layout
 from benchmarks.harness.comparison import ComparisonCell, Spread
 from benchmarks.harness.environments import OURS, PEERS, NotInstalled, Peer, interpreter
 from benchmarks.harness.runner import (
@@ -103,6 +103,14 @@ def cell() -> ComparisonCell:
     )
 
 
+def tasks(words: str) -> list[tuple[Peer, TrainingTask]]:
+    """Return the uncompiled programs of this project that train llama_2m in fp32 with these flags."""
+    parser = ArgumentParser()
+    add_program_arguments(parser)
+    words = f"--peers ours --modes eager --seq-length 32 --threads 1 {words}"
+    return list(build_tasks(parser.parse_args(words.split()), "llama_2m", "fp32"))
+
+
 def test_layouts_are_parsed() -> None:
     assert [parse_layout(name) for name in ("one", "tp2", "tp2pp4")] == [Layout(), Layout(tp=2), Layout(tp=2, pp=4)]
     for name in ("two", "tp", "2tp", "sp2", "pp2tp", ""):
@@ -145,7 +153,7 @@ def test_failed_installation_is_reported(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_turns_begin_with_an_untimed_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each program trains two warm-up steps, then turns of one untimed and three timed steps. 0 rounds train none."""
+    """Each program trains two warm-up steps, then turns of one untimed and three timed steps."""
     trained: list[tuple[str, int]] = []
 
     class Recorded:
@@ -169,16 +177,11 @@ def test_turns_begin_with_an_untimed_step(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     monkeypatch.setattr(runner, "RunningProgram", Recorded)
     monkeypatch.setattr(runner, "find_mismatches", lambda *_: [])
-    matrix = RunMatrix([OURS], ["eager"], ["one"], ["none"], [1], "cpu", 1, 1, 32, None)
-    ((_, task),) = build_tasks(matrix, "llama_2m", "fp32")
+    ((_, task),) = tasks("--batch 1")
     assert task.optimizer["lr"] == 3e-4, "peers get the derived learning rate"
     entries = [(Peer(name, (), "nothing"), Path(sys.executable), task) for name in ("one", "other")]
 
-    def settings(rounds: int) -> RoundSettings:
-        return RoundSettings(rounds, 3, False, lambda: 1e9, lambda _: None, {})
-
-    assert not any(result.turns for result in run_rounds(entries, settings(0))) and not trained
-    results = run_rounds(entries, settings(2))
+    results = run_rounds(entries, RoundSettings(2, 3, False, lambda: 1e9, lambda _: None, {}))
     one_round = [("one", 1), ("one", 3), ("other", 1), ("other", 3)]
     assert trained == [("one", 2), ("other", 2), *one_round, *one_round]
     assert [len(turn.step_seconds) for result in results for turn in result.turns] == [3, 3, 3, 3]
@@ -187,15 +190,15 @@ def test_turns_begin_with_an_untimed_step(monkeypatch: pytest.MonkeyPatch, tmp_p
 @pytest.mark.long
 @pytest.mark.slow
 def test_layouts_and_recompute_train_equally(tmp_path: Path) -> None:
-    matrix = RunMatrix([OURS], ["eager"], ["one", "tp2", "pp2"], ["none", "full"], [1, 3], "cpu", 2, 2, 32, None)
-    tasks = [replace(task, cache=str(tmp_path)) for _, task in build_tasks(matrix, "llama_2m", "fp32")]
-    chosen = (task for task in tasks if (task.zero == 3) == (task.recompute == "full"))
-    tasks = [task for task in chosen if task.layout.ranks == 1 or task.zero == 1]
+    every = tasks("--batch 2 --threads 2 --layouts one,tp2,pp2 --recompute none,full --zero 1,3")
+    every = [(ours, replace(task, cache=str(tmp_path))) for ours, task in every]
+    chosen = [task for _, task in every if (task.zero == 3) == (task.recompute == "full")]
+    chosen = [task for task in chosen if task.layout.ranks == 1 or task.zero == 1]
     ours, python = PEERS[OURS], Path(sys.executable)
-    tasks.insert(1, replace(tasks[0], state_bits=8))
-    entries = [(ours, python, task) for task in tasks]
-    entries.append((ours, python, replace(tasks[0], parameters=tasks[0].parameters + 1)))
-    entries.append((Peer("broken", (), "no.such.module"), python, tasks[0]))
+    chosen.insert(1, replace(chosen[0], state_bits=8))
+    entries = [(ours, python, task) for task in chosen]
+    entries.append((ours, python, replace(chosen[0], parameters=chosen[0].parameters + 1)))
+    entries.append((Peer("broken", (), "no.such.module"), python, chosen[0]))
     excluded: dict[str, str] = {}
     progress: list[str] = []
     settings = RoundSettings(2, 1, False, lambda: 1e9, progress.append, excluded)
@@ -386,38 +389,6 @@ def test_calls_are_counted_and_forecast() -> None:
     assert min(one.lost.values()) >= 0 and one.mfu < two.mfu < 1, "host work once per step"
     assert one.lost["elementwise kernels of the blocks"] == pytest.approx(830 / (3.35e12 * 0.85))
     assert one.lost["gaps between kernels"] < forecast(BLOCK, NOTHING, 4096, "eager", 1).lost["gaps between kernels"]
-
-
-MODEL = load_preset("llama_15m", None).model
-LENGTHS = (1024, 4096, 16384)
-
-
-def _points(cp: int, factor: float) -> list[dict[str, object]]:
-    """Return points whose time follows the formula."""
-    points = []
-    for length in LENGTHS:
-        seconds = factor * length / (1 - long_context.formula_share(MODEL, length, 0))
-        points.append({"length": length, "window": 0, "cp": cp, "seconds": seconds, "times": [seconds]})
-    return points
-
-
-def test_attention_share_grows_with_the_length_up_to_the_window(tmp_path: Path) -> None:
-    """Measured shares of times by the formula equal it."""
-    shares = [long_context.formula_share(MODEL, length, 0) for length in LENGTHS]
-    assert shares == sorted(shares) and 0 < shares[0] and shares[-1] < 1
-    windowed = [long_context.formula_share(MODEL, length, 1024) for length in (65536, 131072)]
-    assert windowed[0] == pytest.approx(windowed[1], rel=0.02)
-    # 4/3 x 6 x 6 layers x 288 x 16384 for attention, 4/3 x 6 x 6 x 995,328 + 6 x 32,000 x 288 for the rest
-    attention, rest = 8 * 6 * 288 * 16384, 8 * 6 * 995_328 + 6 * 32_000 * 288
-    assert shares[-1] == pytest.approx(attention / (attention + rest))
-    points = [*_points(1, 1e-3), *_points(2, 2e-3)]
-    expected = [long_context.formula_share(MODEL, length, 0) for length in LENGTHS]
-    assert long_context.measured_shares(MODEL, points) == pytest.approx([*expected, *expected])
-    points = [*_points(1, 1e-3), *_points(2, 2e-3)]
-    rows = list(long_context.long_context_rows(MODEL, points))
-    assert [row[4] for row in rows] == ["1.00"] * 3 + ["0.50"] * 3
-    long_context.draw(points, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 1000
 
 
 def run(seconds: float, *losses: float | None) -> Trained:

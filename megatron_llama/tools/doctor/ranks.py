@@ -193,9 +193,8 @@ def _megabytes(rate: float) -> str:
 
 # Latency and bandwidth of the collectives that a step uses, over the process groups of each parallel axis.
 #
-# `python -m benchmarks collectives` prints the rates, and scripts/doctor.py compares them between groups.
-# `scripts/plan.py --calibrate` measures how much a collective slows down ranks that compute
-# (tools/plan/measure_machine.py).
+# scripts/doctor.py compares the rates between groups. `scripts/plan.py --calibrate` measures how much a collective
+# slows down ranks that compute (tools/plan/measure_machine.py).
 
 # Collectives of a step along each axis (docs/guides/tools/traffic.md).
 KINDS = {
