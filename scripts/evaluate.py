@@ -8,8 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 if __name__ == "__main__":
-    from megatron_llama.launch.start import start_ranks
     from megatron_llama.system.errors import run_main
     from megatron_llama.tools.inference.evaluate_cli import main
 
-    run_main(lambda: main(sys.argv[1:], start_ranks))
+    run_main(lambda: main(sys.argv[1:]))

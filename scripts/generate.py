@@ -8,7 +8,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 if __name__ == "__main__":
-    from megatron_llama.launch.start import start_ranks
     from megatron_llama.tools.inference.generate_cli import main
 
-    sys.exit(main(sys.argv[1:], start_ranks))
+    sys.exit(main(sys.argv[1:]))

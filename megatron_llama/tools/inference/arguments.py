@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 from megatron_llama.config import Config, ConfigError, ModelConfig, Problem
 from megatron_llama.config.settings import DataConfig, DeviceConfig, TrainerConfig
@@ -36,12 +35,6 @@ are merged into their base while loading.
 """
 
 
-class StartRanks(Protocol):
-    """Function that starts the ranks of a plan and returns the exit status, like ``launch.start.start_ranks``."""
-
-    def __call__(self, plan: Plan, entry: Callable[[Plan], None]) -> int: ...
-
-
 @dataclass
 class OpenedModel:
     """Model of the command line, as the ranks need it."""
@@ -52,16 +45,20 @@ class OpenedModel:
     """None only if the task needs no tokenizer."""
 
 
-@dataclass(frozen=True)
-class InferenceTask(ABC):
+class Task(NamedTuple):
     """Work of the ranks with a model."""
 
     stop: frozenset[int]
     """Ids that end an answer."""
+    run: Callable[[Generator, OpenedModel, bool], None]
+    """Runs the work of one rank, whose bool is True on rank 0. Picklable, for spawned ranks. All ranks compute; only
+    rank 0 reads stdin, prints and writes files."""
 
-    @abstractmethod
-    def run(self, generator: Generator, opened: OpenedModel, is_first: bool) -> None:
-        """Run the work of one rank. All ranks compute; only rank 0 reads stdin, prints and writes files."""
+
+Progress = Callable[[int, int], None]
+"""Callback with (completed, total) windows or records."""
+Measure = Callable[["Generator", OpenedModel, Progress], dict[str, Any]]
+"""Returns the results of an evaluation by their names in the report. Picklable. All ranks must call it."""
 
 
 class Problems:
@@ -124,8 +121,7 @@ def not_utf8(text: str) -> str | None:
 
 def run_task(
     arguments: argparse.Namespace,
-    start: StartRanks,
-    make_task: Callable[[argparse.Namespace, OpenedModel, Problems], InferenceTask | None],
+    make_task: Callable[[argparse.Namespace, OpenedModel, Problems], Task | None],
     problems: Problems,
     *,
     needs_tokenizer: bool = True,
@@ -135,6 +131,7 @@ def run_task(
     ``make_task`` adds to ``problems``. The status is 2 after problems, 1 for a corrupt file.
     """
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
+    from megatron_llama.launch.start import start_ranks
 
     try:
         opened = open_model(arguments, problems, needs_tokenizer=needs_tokenizer)
@@ -142,7 +139,7 @@ def run_task(
         if problems.items:
             raise ConfigError(problems.items)
         assert opened is not None and task is not None, "otherwise there are problems"
-        return start(opened.plan, partial(_run_rank, opened, task))
+        return start_ranks(opened.plan, partial(_run_rank, opened, task))
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_USER
@@ -151,7 +148,7 @@ def run_task(
         return EXIT_FAILED
 
 
-def _run_rank(opened: OpenedModel, task: InferenceTask, plan: Plan) -> None:
+def _run_rank(opened: OpenedModel, task: Task, plan: Plan) -> None:
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.tools.inference.generator import open_generator
 
@@ -160,7 +157,7 @@ def _run_rank(opened: OpenedModel, task: InferenceTask, plan: Plan) -> None:
         tokenizer = opened.tokenizer
         missing = [] if tokenizer is None else tokenizer.missing_ids(plan.model.vocab_size)
         with open_generator(opened.saved, plan, task.stop, missing) as generator:
-            task.run(generator, opened, is_first=os.environ["RANK"] == "0")
+            task.run(generator, opened, os.environ["RANK"] == "0")
         sys.stdout.flush()
     except CorruptFile as error:  # of the weights, which only ranks read
         raise MachineError(f"damaged: {error}") from None

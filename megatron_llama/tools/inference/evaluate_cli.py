@@ -6,10 +6,8 @@ import argparse
 import json
 import sys
 import time
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,22 +15,19 @@ from typing import TYPE_CHECKING, Any
 from megatron_llama.config.data_settings import is_template_file
 from megatron_llama.config.rope import longest_sequence
 from megatron_llama.config.settings import CHAT_TEMPLATES
+from megatron_llama.system.progress import ProgressBar
 from megatron_llama.tools.inference.arguments import (
-    InferenceTask,
+    Measure,
     OpenedModel,
     Problems,
-    StartRanks,
+    Progress,
+    Task,
     model_parser,
     run_task,
 )
 
 if TYPE_CHECKING:
-    from megatron_llama.text.conversation import Template
-    from megatron_llama.text.tokenizer import Tokenizer
-    from megatron_llama.tools.inference.chat import PromptBuilder
-    from megatron_llama.tools.inference.evaluation import EncodedRecord, Example, Perplexity, Progress
     from megatron_llama.tools.inference.generator import Generator
-    from megatron_llama.tools.inference.harness_tasks import NamedTasks
 
 DESCRIPTION = """\
 Evaluate a model: python scripts/evaluate.py CHECKPOINT with one of
@@ -46,148 +41,16 @@ Evaluate a model: python scripts/evaluate.py CHECKPOINT with one of
 EPILOG = "Definitions of the metrics: docs/guides/data/evaluation.md"
 
 
-@dataclass(frozen=True)
-class Evaluation(InferenceTask):
-    """Task that produces a report."""
-
-    output: Path | None
-    """File for the report; None: print only."""
-
-    @abstractmethod
-    def measure(self, generator: Generator, progress: Progress) -> dict[str, Any]:
-        """Return the results by their names in the report. All ranks must call it."""
-
-    def run(self, generator: Generator, opened: OpenedModel, is_first: bool) -> None:
-        start = time.perf_counter()
-        if not is_first:
-            self.measure(generator, lambda done, of: None)
-            return
-        with _shown_progress() as progress:
-            result = self.measure(generator, progress)
-        report: dict[str, Any] = {
-            "model": str(opened.saved.folder),
-            "device": opened.plan.config.device.name,
-            "dtype": opened.plan.precision.compute_dtype,
-            "tp": opened.plan.config.trainer.tp,
-            "cp": opened.plan.config.trainer.cp,
-            "seconds": time.perf_counter() - start,
-            **result,
-        }
-        sys.stdout.write(describe(report) + "\n")
-        if self.output is not None:
-            self.output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-@dataclass(frozen=True)
-class DatasetTask(Evaluation):
-    """Perplexity on an indexed dataset."""
-
-    dataset: str
-    seq_length: int
-    max_tokens: int | None
-    tokenizer: Tokenizer | None
-    """Tokenizer of the dataset, for bits per byte; None if unknown."""
-
-    def measure(self, generator: Generator, progress: Progress) -> dict[str, Any]:
-        from megatron_llama.tools.inference.evaluation import open_examples, open_windows, perplexity
-
-        examples = open_examples(self.dataset, generator.plan.model)
-        if examples is None:
-            examples = open_windows(self.dataset, generator.plan.model, self.seq_length, self.max_tokens)
-        result = perplexity(generator, examples, progress)
-        return {"dataset": self.dataset, **asdict(result), **self._per_byte(examples, result)}
-
-    def _per_byte(self, examples: list[Example], result: Perplexity) -> dict[str, Any]:
-        """Return ``bits_per_byte`` and ``bytes``, or the reason why they are unknown."""
-        from megatron_llama.system.errors import UserError
-        from megatron_llama.tools.inference.evaluation import bits_per_byte, predicted_bytes
-
-        if self.tokenizer is None:
-            return {"bits_per_byte": None, "reason": "the tokenizer is unknown; write --tokenizer PATH"}
-        try:
-            size = predicted_bytes(self.tokenizer, self.dataset, examples)
-        except UserError as error:
-            return {"bits_per_byte": None, "reason": str(error)}
-        return {"bits_per_byte": bits_per_byte(result.loss, result.tokens, size), "bytes": size}
-
-
-@dataclass(frozen=True)
-class RecordsTask(Evaluation):
-    """Accuracy on the records of a file."""
-
-    kind: str
-    """``labelled`` or ``generative``."""
-    file: Path
-    template: Template
-    prompts: PromptBuilder
-    records: list[EncodedRecord]
-    skipped: dict[str, int]
-    """Number of skipped records by reason."""
-    batch_size: int
-    max_new_tokens: int
-
-    def measure(self, generator: Generator, progress: Progress) -> dict[str, Any]:
-        from megatron_llama.tools.inference.evaluation import answer_accuracy, label_accuracy
-
-        name = self.prompts.template
-        report: dict[str, Any] = {
-            self.kind: str(self.file),
-            "template": asdict(self.template),
-            "chat": name not in ("plain", "none"),
-            "chat_template": name,
-            "skipped": self.skipped,
-        }
-        if self.kind == "labelled":
-            results = label_accuracy(generator, self.records, self.template, self.batch_size, progress)
-        else:
-            report["max_new_tokens"] = self.max_new_tokens
-            decode, size, most = self.prompts.tokenizer.decode, self.batch_size, self.max_new_tokens
-            results = answer_accuracy(generator, self.records, self.template, decode, size, most, progress)
-        return {**report, **results}
-
-
-@dataclass(frozen=True)
-class HarnessTask(Evaluation):
-    """Scores of tasks of lm-evaluation-harness."""
-
-    tokenizer: Tokenizer
-    names: str
-    """Comma-separated names."""
-    include_path: Path | None
-    tasks: list[Any]
-    """Loaded tasks."""
-    batch_size: int
-    limit: int | None
-    num_fewshot: int | None
-    chat: PromptBuilder | None
-    """Chat template; None: plain prompts."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "tasks": []}  # a task cannot be pickled; a spawned rank reads the datasets' cache
-
-    def measure(self, generator: Generator, progress: Progress) -> dict[str, Any]:
-        from megatron_llama.tools.inference.harness import HarnessModel, evaluate_tasks, run_harness
-        from megatron_llama.tools.inference.harness_tasks import find_tasks, load_tasks
-
-        def evaluate(model: HarnessModel) -> dict[str, Any]:
-            tasks = self.tasks or load_tasks(find_tasks(self.names, self.include_path))
-            return evaluate_tasks(model, tasks, self.limit, self.num_fewshot)
-
-        results = run_harness(generator, self.tokenizer, self.batch_size, evaluate, self.chat)
-        template = None if self.chat is None else self.chat.template
-        return {"lm_eval": self.names, "limit": self.limit, "chat_template": template, **(results or {})}
-
-
-def main(argv: Sequence[str], start: StartRanks) -> int:
-    """Run ``scripts/evaluate.py`` with ``argv`` on ranks started by ``start``; return the exit status."""
+def main(argv: Sequence[str]) -> int:
+    """Run ``scripts/evaluate.py`` with ``argv``; return the exit status."""
     arguments, problems = parser().parse_args(argv), Problems()
     _check(arguments, problems)
-    named = None
+    is_known = True
     if arguments.lm_eval is not None:
         from megatron_llama.tools.inference.harness_tasks import find_tasks
 
-        named = problems.collect(find_tasks, arguments.lm_eval, arguments.include_path)
-    return run_task(arguments, start, partial(_task, named), problems, needs_tokenizer=arguments.dataset is None)
+        is_known = problems.collect(find_tasks, arguments.lm_eval, arguments.include_path) is not None
+    return run_task(arguments, partial(_task, is_known), problems, needs_tokenizer=arguments.dataset is None)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -245,28 +108,49 @@ def _check(arguments: argparse.Namespace, problems: Problems) -> None:
         problems.add("--output", str(arguments.output), rule, "create the folder, or write another path")
 
 
-def _task(
-    named: NamedTasks | None, arguments: argparse.Namespace, opened: OpenedModel, problems: Problems
-) -> Evaluation | None:
-    """Create the task with its encoded records; on errors return None and add to ``problems``."""
+def _task(is_known: bool, arguments: argparse.Namespace, opened: OpenedModel, problems: Problems) -> Task | None:
+    """Create the task with its encoded records; on errors return None and add to ``problems``.
+
+    ``is_known`` is false if tasks of --lm-eval are unknown.
+    """
+    from megatron_llama.tools.inference.evaluation import dataset_task, records_task
+    from megatron_llama.tools.inference.harness_tasks import harness_task
+
     context = longest_sequence(opened.saved.model)
     length = arguments.seq_length or min(opened.saved.seq_length, context)
     if length > context:
         problems.add("--seq-length", length, f"the model has {context} positions", f"write --seq-length {context}")
-    if arguments.lm_eval is not None:
-        return None if named is None else _harness_task(named, arguments, opened, problems)
-    if arguments.dataset is None:
-        return _records_task(arguments, opened, problems)
+    if not is_known:
+        return None
+    if arguments.dataset is not None:
+        stop, measure = frozenset[int](), dataset_task(arguments, opened, problems, length)
+    elif (made := (harness_task if arguments.lm_eval else records_task)(arguments, opened, problems)) is not None:
+        stop, measure = made
+    else:
+        return None
+    return Task(stop, partial(_run, measure, arguments.output))
 
-    from megatron_llama.tools.inference.evaluation import is_fine_tuning_set, open_examples, open_ids
 
-    is_set = is_fine_tuning_set(arguments.dataset)
-    problems.collect(open_examples if is_set else open_ids, arguments.dataset, opened.saved.model)
-    for flag, value in (("--seq-length", arguments.seq_length), ("--max-tokens", arguments.max_tokens)):
-        if is_set and value is not None:
-            problems.add(flag, value, "does not apply to a fine-tuning set", f"remove {flag}")
-    dataset, most = arguments.dataset, arguments.max_tokens
-    return DatasetTask(frozenset(), arguments.output, dataset, length, most, opened.tokenizer)
+def _run(measure: Measure, output: Path | None, generator: Generator, opened: OpenedModel, is_first: bool) -> None:
+    """Measure on all ranks; on rank 0 print the report and write it to ``output``."""
+    start = time.perf_counter()
+    if not is_first:
+        measure(generator, opened, lambda done, of: None)
+        return
+    with _shown_progress() as progress:
+        result = measure(generator, opened, progress)
+    report: dict[str, Any] = {
+        "model": str(opened.saved.folder),
+        "device": opened.plan.config.device.name,
+        "dtype": opened.plan.precision.compute_dtype,
+        "tp": opened.plan.config.trainer.tp,
+        "cp": opened.plan.config.trainer.cp,
+        "seconds": time.perf_counter() - start,
+        **result,
+    }
+    sys.stdout.write(describe(report) + "\n")
+    if output is not None:
+        output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def template_name(text: str) -> str:
@@ -274,81 +158,6 @@ def template_name(text: str) -> str:
     if text not in (*CHAT_TEMPLATES, "none") and not is_template_file(text):
         raise argparse.ArgumentTypeError(f"{text}: write {', '.join(CHAT_TEMPLATES)}, none or FILE.jinja")
     return text
-
-
-def _harness_task(
-    named: NamedTasks, arguments: argparse.Namespace, opened: OpenedModel, problems: Problems
-) -> HarnessTask | None:
-    from megatron_llama.tools.inference.chat import open_prompt_builder, trained_stop_ids
-    from megatron_llama.tools.inference.harness_tasks import load_tasks, task_problems
-    from megatron_llama.tools.inference.saved_model import stop_ids
-
-    tasks = problems.collect(load_tasks, named)
-    if tasks is None or opened.tokenizer is None:
-        return None
-    problems.items += task_problems(tasks, longest_sequence(opened.saved.model))
-    saved, text, name = opened.saved, opened.tokenizer, arguments.chat_template
-    chat, stop = None, stop_ids(saved, text)
-    if arguments.chat or name not in (None, "none"):
-        chat = problems.collect(open_prompt_builder, text, name, saved.trained_template, "own")
-    else:
-        stop |= trained_stop_ids(text, saved.trained_template)
-    return HarnessTask(
-        stop=stop | (frozenset() if chat is None else chat.stop),
-        output=arguments.output,
-        tokenizer=opened.tokenizer,
-        names=arguments.lm_eval,
-        include_path=arguments.include_path,
-        tasks=tasks,
-        batch_size=arguments.batch_size,
-        limit=arguments.limit,
-        num_fewshot=arguments.num_fewshot,
-        chat=chat,
-    )
-
-
-def _records_task(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems) -> RecordsTask | None:
-    from megatron_llama.tools.inference.chat import open_prompt_builder
-    from megatron_llama.tools.inference.evaluation import TEMPLATES, encode_records, find_template, read_records
-    from megatron_llama.tools.inference.saved_model import stop_ids
-
-    kind, file = ("labelled", arguments.labelled) if arguments.labelled else ("generative", arguments.generative)
-    if file is None or arguments.template is None:
-        return None
-    template = problems.collect(find_template, arguments.template)
-    if template is None:
-        return None
-    if bool(template.labels) != (kind == "labelled"):
-        rule = "has labels; use --labelled" if template.labels else "has no labels; use --generative"
-        problems.add("--template", arguments.template, rule, "write another template")
-        return None
-    records = problems.collect(read_records, file, template, arguments.limit)
-    if records is None or opened.tokenizer is None or problems.items:
-        return None
-    # Without a template of training: built-in templates use plain prompts that end with a line feed, templates from a
-    # file are complete prompts.
-    default = "own" if arguments.chat else "plain" if arguments.template in TEMPLATES else "none"
-    saved, name = opened.saved, arguments.chat_template
-    builder = problems.collect(open_prompt_builder, opened.tokenizer, name, saved.trained_template, default)
-    if builder is None:
-        return None
-    context = longest_sequence(saved.model)
-    room = context if template.labels else context - 1
-    encoded = problems.collect(encode_records, records, template, builder, room) or []
-    if not encoded and not problems.items:
-        problems.add("FILE", str(file), f"no record fits into the model's {context} positions", "name another file")
-    return RecordsTask(
-        stop=stop_ids(saved, opened.tokenizer) | builder.stop,
-        output=arguments.output,
-        kind=kind,
-        file=file,
-        template=template,
-        prompts=builder,
-        records=encoded,
-        skipped=dict(records.skipped),
-        batch_size=arguments.batch_size,
-        max_new_tokens=arguments.max_new_tokens,
-    )
 
 
 def describe(report: dict[str, Any]) -> str:
@@ -378,8 +187,6 @@ def _share(share: dict[str, Any]) -> str:
 @contextmanager
 def _shown_progress() -> Iterator[Progress]:
     """Return a callback that shows a progress bar on stderr, opened at the first call."""
-    from megatron_llama.system.progress import ProgressBar
-
     with ExitStack() as stack:
         bars: list[ProgressBar] = []
 

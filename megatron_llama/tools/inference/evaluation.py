@@ -6,10 +6,12 @@ import json
 import math
 import os
 import re
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from decimal import Decimal, InvalidOperation
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,14 +31,76 @@ from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json
 from megatron_llama.text.conversation import LABELLED, Template
 from megatron_llama.text.tokenizer import Tokenizer
-from megatron_llama.tools.inference.arguments import not_utf8
-from megatron_llama.tools.inference.chat import NONE, PromptBuilder
+from megatron_llama.tools.inference.arguments import Measure, OpenedModel, Problems, Progress, not_utf8
+from megatron_llama.tools.inference.chat import NONE, PromptBuilder, open_prompt_builder
 from megatron_llama.tools.inference.generator import Generator
 from megatron_llama.tools.inference.sampling import Sampling
+from megatron_llama.tools.inference.saved_model import stop_ids
 
 T = TypeVar("T")
 _Z = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
 _NUMBER = re.compile(r"^#### *(-?\$?\d[\d,]*(?:\.\d+)?)\s*$", re.MULTILINE)
+
+
+def records_task(
+    arguments: Namespace, opened: OpenedModel, problems: Problems
+) -> tuple[frozenset[int], Measure] | None:
+    """Return the ids that end an answer, and the measurement of --labelled or --generative.
+
+    On errors returns None and adds to ``problems``.
+    """
+    kind, file = ("labelled", arguments.labelled) if arguments.labelled else ("generative", arguments.generative)
+    if file is None or arguments.template is None:
+        return None
+    template = problems.collect(find_template, arguments.template)
+    if template is None:
+        return None
+    if bool(template.labels) != (kind == "labelled"):
+        rule = "has labels; use --labelled" if template.labels else "has no labels; use --generative"
+        problems.add("--template", arguments.template, rule, "write another template")
+        return None
+    records = problems.collect(read_records, file, template, arguments.limit)
+    if records is None or opened.tokenizer is None or problems.items:
+        return None
+    # Without a template of training: built-in templates use plain prompts that end with a line feed, templates from a
+    # file are complete prompts.
+    default = "own" if arguments.chat else "plain" if arguments.template in TEMPLATES else NONE
+    saved, name = opened.saved, arguments.chat_template
+    builder = problems.collect(open_prompt_builder, opened.tokenizer, name, saved.trained_template, default)
+    if builder is None:
+        return None
+    context = longest_sequence(saved.model)
+    encoded = problems.collect(encode_records, records, template, builder, context - (not template.labels)) or []
+    if not encoded and not problems.items:
+        problems.add("FILE", str(file), f"no record fits into the model's {context} positions", "name another file")
+    report = {
+        kind: str(file),
+        "template": asdict(template),
+        "chat": builder.template not in ("plain", NONE),
+        "chat_template": builder.template,
+        "skipped": dict(records.skipped),
+    }
+    measure = partial(measure_records, arguments, report, template, encoded)
+    return stop_ids(saved, opened.tokenizer) | builder.stop, measure
+
+
+def measure_records(
+    arguments: Namespace,
+    report: dict[str, Any],
+    template: Template,
+    records: list[EncodedRecord],
+    generator: Generator,
+    opened: OpenedModel,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Return ``report`` with the accuracy on the records of a file."""
+    rows, most = arguments.batch_size, arguments.max_new_tokens
+    if template.labels:
+        return report | label_accuracy(generator, records, template, rows, progress)
+    assert opened.tokenizer is not None
+    decode = opened.tokenizer.decode
+    accuracy = answer_accuracy(generator, records, template, decode, rows, most, progress)
+    return report | {"max_new_tokens": most} | accuracy
 
 
 @dataclass(frozen=True)
@@ -220,25 +284,35 @@ def _padded(rows: Sequence[Sequence[int]]) -> torch.Tensor:
 # Perplexity on an indexed dataset.
 _LOGIT_BYTES = 256 << 20  # fp32 logits of a rank in one batch
 _BATCH_TOKENS = 8192  # keeps batches of a small vocabulary short, so that progress is shown
-Progress = Callable[[int, int], None]
-"""Callback with (completed, total) windows or records."""
 Example = tuple[np.ndarray, np.ndarray]
 """(ids, loss mask) of a window or fine-tuning example. Its first id is not predicted."""
 
 
-@dataclass(frozen=True)
-class Perplexity:
-    """Perplexity of all predicted tokens in the loss mask."""
+def dataset_task(arguments: Namespace, opened: OpenedModel, problems: Problems, seq_length: int) -> Measure:
+    """Return the measurement of --dataset, in windows of ``seq_length`` tokens; add to ``problems``."""
+    is_set = is_fine_tuning_set(arguments.dataset)
+    problems.collect(open_examples if is_set else open_ids, arguments.dataset, opened.saved.model)
+    for flag, value in (("--seq-length", arguments.seq_length), ("--max-tokens", arguments.max_tokens)):
+        if is_set and value is not None:
+            problems.add(flag, value, "does not apply to a fine-tuning set", f"remove {flag}")
+    return partial(measure_dataset, arguments.dataset, seq_length, arguments.max_tokens)
 
-    tokens: int
-    """Predicted tokens."""
-    windows: int
-    """Number of windows or examples."""
-    seq_length: int
-    """Inputs of the longest window or example."""
-    loss: float
-    """Mean negative log likelihood of a token, in nats."""
-    perplexity: float
+
+def measure_dataset(
+    prefix: str, length: int, max_tokens: int | None, generator: Generator, opened: OpenedModel, progress: Progress
+) -> dict[str, Any]:
+    """Return the perplexity on a dataset, and the bits per byte or the reason why they are unknown."""
+    examples = open_examples(prefix, generator.plan.model)
+    if examples is None:
+        examples = open_windows(prefix, generator.plan.model, length, max_tokens)
+    report = {"dataset": prefix, **perplexity(generator, examples, progress)}
+    if opened.tokenizer is None:
+        return {**report, "bits_per_byte": None, "reason": "the tokenizer is unknown; write --tokenizer PATH"}
+    try:
+        size = predicted_bytes(opened.tokenizer, prefix, examples)
+    except UserError as error:
+        return {**report, "bits_per_byte": None, "reason": str(error)}
+    return {**report, "bits_per_byte": bits_per_byte(report["loss"], report["tokens"], size), "bytes": size}
 
 
 def open_ids(prefix: str, model: ModelConfig) -> np.ndarray:
@@ -291,10 +365,11 @@ def open_windows(prefix: str, model: ModelConfig, length: int, max_tokens: int |
 
 
 @torch.no_grad()
-def perplexity(generator: Generator, examples: list[Example], progress: Progress) -> Perplexity:
-    """Return the perplexity on examples or windows, with the token-weighted loss of val_loss.
+def perplexity(generator: Generator, examples: list[Example], progress: Progress) -> dict[str, Any]:
+    """Return the perplexity on examples or windows, with the token-weighted loss of val_loss, by names of the report.
 
-    All ranks must call it.
+    The names are tokens (predicted ones in the loss mask), windows (or examples), seq_length (inputs of the longest
+    window), loss (mean negative log likelihood of a token, in nats) and perplexity. All ranks must call it.
     """
     examples = sorted(examples, key=lambda example: len(example[0]))  # similar lengths in a batch: less padding
     ranks = generator.plan.grid.product("tp", "cp")
@@ -314,8 +389,13 @@ def perplexity(generator: Generator, examples: list[Example], progress: Progress
         done += rows
         progress(done, len(examples))
     mean = total / max(1, count)
-    longest = len(examples[-1][0]) - 1
-    return Perplexity(count, len(examples), longest, mean, math.exp(mean) if mean < 700 else math.inf)
+    return {
+        "tokens": count,
+        "windows": len(examples),
+        "seq_length": len(examples[-1][0]) - 1,
+        "loss": mean,
+        "perplexity": math.exp(mean) if mean < 700 else math.inf,
+    }
 
 
 def predicted_bytes(tokenizer: Tokenizer, prefix: str, examples: Sequence[Example]) -> int:

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,9 @@ from megatron_llama.config.data_settings import is_template_file
 from megatron_llama.config.rope import longest_sequence
 from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.tools.inference.arguments import (
-    InferenceTask,
     OpenedModel,
     Problems,
-    StartRanks,
+    Task,
     model_parser,
     not_utf8,
     run_task,
@@ -36,7 +35,6 @@ from megatron_llama.tools.inference.sampling import (
 )
 
 if TYPE_CHECKING:
-    from megatron_llama.text.tokenizer import Tokenizer
     from megatron_llama.tools.inference.chat import PromptBuilder
     from megatron_llama.tools.inference.generator import Generator
     from megatron_llama.tools.inference.saved_model import SavedModel
@@ -45,46 +43,39 @@ DESCRIPTION = "Generate text: python scripts/generate.py CHECKPOINT --prompt TEX
 EPILOG = "Text is written to stdout, tokens/s to stderr."
 
 
-@dataclass(frozen=True)
-class Request(InferenceTask):
-    """Task: texts to continue, or a conversation."""
-
-    tokenizer: Tokenizer
-    sampling: Sampling
-    max_new_tokens: int
-    stop_texts: StopTexts
-    texts: list[str]
-    """Prompts; empty for a conversation."""
-    chat: PromptBuilder | None
-    """Prompt builder of a conversation."""
-    system: str | None
-
-    def run(self, generator: Generator, opened: OpenedModel, is_first: bool) -> None:
-        from megatron_llama.tools.inference.chat import ChatSession, Printer
-
-        if self.chat is not None:
-            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
-            session = ChatSession(
-                generator, self.chat, self.sampling, self.max_new_tokens, self.stop_texts, self.system
-            )
-            session.run(sys.stdin, sys.stdout)
-        else:
-            ids = [self.tokenizer.encode(text) for text in self.texts]
-            printer = Printer(sys.stdout, self.stop_texts, self.texts, ids) if is_first else None
-            generator.generate(ids, self.sampling, self.max_new_tokens, printer, self.stop_texts.is_complete)
-        speed = generator.speed
-        if is_first and speed.new_tokens:
-            sys.stderr.write(
-                f"{speed.new_tokens:,} tokens, {speed.tokens_per_second:,.1f} tokens/s "
-                f"(prompts: {speed.prompt_tokens:,} tokens in {speed.prompt_seconds:.2f} s)\n"
-            )
-
-
-def main(argv: Sequence[str], start: StartRanks) -> int:
-    """Run ``scripts/generate.py`` with ``argv`` on ranks started by ``start``; return the exit status."""
+def main(argv: Sequence[str]) -> int:
+    """Run ``scripts/generate.py`` with ``argv``; return the exit status."""
     arguments, problems = parser().parse_args(argv), Problems()
     _check(arguments, problems)
-    return run_task(arguments, start, _request, problems)
+    return run_task(arguments, _task, problems)
+
+
+def _generate(
+    arguments: argparse.Namespace,
+    sampling: Sampling,
+    chat: PromptBuilder | None,
+    generator: Generator,
+    opened: OpenedModel,
+    is_first: bool,
+) -> None:
+    """Continue the prompts, or run a conversation with the prompt builder ``chat``."""
+    from megatron_llama.tools.inference.chat import ChatSession, Printer
+
+    assert opened.tokenizer is not None
+    limit, stop = arguments.max_new_tokens, StopTexts(opened.tokenizer, arguments.stop)
+    if chat is not None:
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
+        ChatSession(generator, chat, sampling, limit, stop, arguments.system).run(sys.stdin, sys.stdout)
+    else:
+        ids = [opened.tokenizer.encode(text) for text in arguments.prompt]
+        printer = Printer(sys.stdout, stop, arguments.prompt, ids) if is_first else None
+        generator.generate(ids, sampling, limit, printer, stop.is_complete)
+    speed = generator.speed
+    if is_first and speed.new_tokens:
+        sys.stderr.write(
+            f"{speed.new_tokens:,} tokens, {speed.tokens_per_second:,.1f} tokens/s "
+            f"(prompts: {speed.prompt_tokens:,} tokens in {speed.prompt_seconds:.2f} s)\n"
+        )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -148,7 +139,7 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
 
 
-def _sampling(arguments: argparse.Namespace, saved: SavedModel, problems: Problems) -> Sampling | None:
+def _sampling(arguments: argparse.Namespace, saved: SavedModel, problems: Problems) -> Sampling:
     """Return the sampling of the flags and of generation_config.json, and print which values are from the file."""
     given = _given(arguments) | ({"greedy": True} if arguments.greedy else {})
     defaults, faults = folder_defaults(saved.generation, given)
@@ -157,7 +148,7 @@ def _sampling(arguments: argparse.Namespace, saved: SavedModel, problems: Proble
     if not problems.items and (defaults or ignored):
         unsupported = f"; not supported: {', '.join(ignored)}" if ignored else ""
         sys.stderr.write(f"{FILE}: {describe(defaults) or 'no sampling settings'}{unsupported}\n")
-    return None if faults else Sampling(**defaults, **given)
+    return Sampling() if faults else Sampling(**defaults, **given)
 
 
 def _variables(arguments: argparse.Namespace, problems: Problems) -> dict[str, Any]:
@@ -188,7 +179,7 @@ def _tools(arguments: argparse.Namespace, problems: Problems) -> list[dict[str, 
         return []
 
 
-def _request(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems) -> Request:
+def _task(arguments: argparse.Namespace, opened: OpenedModel, problems: Problems) -> Task:
     """Create the task; add prompts that do not fit the model, and incompatible templates, to ``problems``."""
     from megatron_llama.tools.inference.chat import open_prompt_builder, trained_stop_ids
     from megatron_llama.tools.inference.saved_model import stop_ids
@@ -212,11 +203,5 @@ def _request(arguments: argparse.Namespace, opened: OpenedModel, problems: Probl
             problems.add("--prompt", shown, rule, "write a shorter prompt")
         elif count == 0:
             problems.add("--prompt", shown, "has no token", "write at least one word")
-    stop = stop_ids(saved, tokenizer)
-    if builder is not None:
-        stop |= builder.stop
-    else:
-        stop |= trained_stop_ids(tokenizer, saved.trained_template)
-    texts = StopTexts(tokenizer, arguments.stop)
-    limit, prompts = arguments.max_new_tokens, arguments.prompt
-    return Request(stop, tokenizer, sampling or Sampling(), limit, texts, prompts, builder, arguments.system)
+    end = trained_stop_ids(tokenizer, saved.trained_template) if builder is None else builder.stop
+    return Task(stop_ids(saved, tokenizer) | end, partial(_generate, arguments, sampling, builder))

@@ -9,28 +9,26 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.rope import longest_sequence
 from megatron_llama.system.installed import pip_install
+from megatron_llama.tools.inference.arguments import Measure, OpenedModel, Problems, Progress
 
 if TYPE_CHECKING:
+    from megatron_llama.tools.inference.chat import PromptBuilder
+    from megatron_llama.tools.inference.generator import Generator
     from megatron_llama.tools.inference.sampling import Sampling
 
 ARGUMENT = "--lm-eval"
 MAX_GEN_TOKS = 256  # length limit of an answer if the task sets none, as in the harness's model ``hf``
 _HONOURED = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
-
-
-@dataclass(frozen=True)
-class NamedTasks:
-    """Names of tasks, groups and tags, and the harness's index of them."""
-
-    names: list[str]
-    manager: Any
 
 
 def import_harness() -> None:
@@ -47,8 +45,9 @@ def import_harness() -> None:
         raise ConfigError([Problem(ARGUMENT, None, rule, f"run: {pip_install(extra='eval')}")]) from None
 
 
-def find_tasks(requested: str, include_path: Path | None) -> NamedTasks:
-    """Return the names in a comma-separated list of names and patterns. Loads no dataset.
+@cache
+def find_tasks(requested: str, include_path: Path | None) -> tuple[list[str], Any]:
+    """Return the names in a comma-separated list of names and patterns, and the harness's index. Loads no dataset.
 
     Args:
         requested: names, for example ``hellaswag,mmlu_*``.
@@ -80,13 +79,18 @@ def find_tasks(requested: str, include_path: Path | None) -> NamedTasks:
         problems.append(Problem(ARGUMENT, requested, "names no task", "write, for example, hellaswag,arc_easy"))
     if problems:
         raise ConfigError(problems)
-    return NamedTasks(names, manager)
+    return names, manager
 
 
-def load_tasks(named: NamedTasks) -> list[Any]:
-    """Return the tasks and groups, with their datasets; raise ConfigError for all that cannot be loaded."""
-    problems, loaded, manager = [], [], named.manager
-    for name in named.names:
+@cache
+def load_tasks(requested: str, include_path: Path | None) -> list[Any]:
+    """Return the tasks and groups of ``find_tasks``, with their datasets. Forked ranks share them.
+
+    Raises ConfigError for all that cannot be loaded.
+    """
+    problems, loaded = [], []
+    names, manager = find_tasks(requested, include_path)
+    for name in names:
         try:
             tasks = manager.load([name])
             # A name is a task, a group with its scores, or a tag: several tasks without common scores.
@@ -99,10 +103,48 @@ def load_tasks(named: NamedTasks) -> list[Any]:
         try:
             manager.load(loaded)
         except ValueError as error:  # a task that is also in a group
-            problems.append(_invalid(ARGUMENT, ",".join(named.names), error, "write each task once"))
+            problems.append(_invalid(ARGUMENT, ",".join(names), error, "write each task once"))
     if problems:
         raise ConfigError(problems)
     return loaded
+
+
+def harness_task(
+    arguments: Namespace, opened: OpenedModel, problems: Problems
+) -> tuple[frozenset[int], Measure] | None:
+    """Return the ids that end an answer, and the measurement of --lm-eval.
+
+    On errors returns None and adds to ``problems``.
+    """
+    from megatron_llama.tools.inference.chat import open_prompt_builder, trained_stop_ids
+    from megatron_llama.tools.inference.saved_model import stop_ids
+
+    tasks = problems.collect(load_tasks, arguments.lm_eval, arguments.include_path)
+    if tasks is None or opened.tokenizer is None:
+        return None
+    problems.items += task_problems(tasks, longest_sequence(opened.saved.model))
+    saved, tokenizer, name = opened.saved, opened.tokenizer, arguments.chat_template
+    chat = None
+    if arguments.chat or name not in (None, "none"):
+        chat = problems.collect(open_prompt_builder, tokenizer, name, saved.trained_template, "own")
+    end = trained_stop_ids(tokenizer, saved.trained_template) if chat is None else chat.stop
+    return stop_ids(saved, tokenizer) | end, partial(measure_harness, arguments, chat)
+
+
+def measure_harness(
+    arguments: Namespace, chat: PromptBuilder | None, generator: Generator, opened: OpenedModel, _: Progress
+) -> dict[str, Any]:
+    """Return the scores of tasks. ``chat``: chat template; None: plain prompts."""
+    from megatron_llama.tools.inference.harness import HarnessModel, evaluate_tasks, run_harness
+
+    def evaluate(model: HarnessModel) -> dict[str, Any]:
+        tasks = load_tasks(arguments.lm_eval, arguments.include_path)
+        return evaluate_tasks(model, tasks, arguments.limit, arguments.num_fewshot)
+
+    assert opened.tokenizer is not None
+    results = run_harness(generator, opened.tokenizer, arguments.batch_size, evaluate, chat)
+    template = None if chat is None else chat.template
+    return {"lm_eval": arguments.lm_eval, "limit": arguments.limit, "chat_template": template, **(results or {})}
 
 
 def _invalid(field: str, value: str, error: Exception, instead: str, subject: str = "") -> Problem:

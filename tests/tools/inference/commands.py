@@ -15,7 +15,6 @@ import torch
 import transformers.models.auto.tokenization_auto  # noqa: F401  imported before the fork
 
 import megatron_llama.tools.inference.chat  # noqa: F401  the same
-from megatron_llama.launch.start import start_ranks
 from megatron_llama.tools.inference import evaluate_cli, generate_cli
 from tests.golden import GoldenFiles
 from tests.processes import run_forked
@@ -53,12 +52,7 @@ def command(main: Main, *arguments: object, stdin: str = "", timeout: float = 15
         return Ended(run_forked(program, out, err, timeout), out.read_text(), err.read_text())
 
 
-def generate(argv: Sequence[str]) -> int:
-    return generate_cli.main(argv, start_ranks)
-
-
-def evaluate(argv: Sequence[str]) -> int:
-    return evaluate_cli.main(argv, start_ranks)
+generate, evaluate = generate_cli.main, evaluate_cli.main
 
 
 def check_refusals(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,7 @@ from megatron_llama.config import ModelConfig
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
-from megatron_llama.tools.inference.evaluate_cli import DatasetTask, describe
-from megatron_llama.tools.inference.evaluation import (
-    Perplexity,
-    bits_per_byte,
-    open_examples,
-    open_windows,
-    predicted_bytes,
-)
+from megatron_llama.tools.inference.evaluation import bits_per_byte, open_examples, open_windows, predicted_bytes
 from tests.data.files import write_indexed
 from tests.data_prep.helpers import run_script
 from tests.tools.inference.commands import CPU, command, evaluate
@@ -90,11 +82,3 @@ def test_the_report_has_bits_per_byte_if_the_tokenizer_is_known(tmp_path: Path) 
     assert report["bits_per_byte"] == pytest.approx(report["loss"] * report["tokens"] / math.log(2) / report["bytes"])
     first = tokenizer.decode(IndexedDataset(prefix).tokens[:1].tolist())
     assert report["bytes"] == sum(len(text.encode()) for text in TEXTS) - len(first)
-
-
-def test_without_a_tokenizer_the_reason_is_shown() -> None:
-    task = DatasetTask(frozenset(), None, "data", 16, None, None)
-    result = Perplexity(tokens=6, windows=1, seq_length=16, loss=1.0, perplexity=math.e)
-    report = {"dataset": "data", **asdict(result), **task._per_byte([], result)}
-    assert report["bits_per_byte"] is None
-    assert "bits per byte unknown (the tokenizer is unknown; write --tokenizer PATH)" in describe(report)

@@ -22,7 +22,7 @@ from megatron_llama.text.chat_template import TrainedTemplate
 from megatron_llama.text.conversation import Template
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer
 from megatron_llama.tools.inference.chat import PromptBuilder
-from megatron_llama.tools.inference.evaluate_cli import template_name
+from megatron_llama.tools.inference.evaluate_cli import describe, template_name
 from megatron_llama.tools.inference.evaluation import (
     TEMPLATES,
     EncodedRecord,
@@ -212,6 +212,7 @@ def test_a_dataset_needs_no_tokenizer(folder: Path, dataset: tuple[str, np.ndarr
     results, whole = (report(tmp_path, each, "--dataset", dataset[0]) for each in (bare, folder))
     assert results["loss"] == whole["loss"] and results["bits_per_byte"] is None
     assert results["reason"] == "the tokenizer is unknown; write --tokenizer PATH"
+    assert f"bits per byte unknown ({results['reason']})" in describe(results)
     given = report(tmp_path, bare, "--dataset", dataset[0], "--tokenizer", folder)
     assert given["bits_per_byte"] == whole["bits_per_byte"]
     refused = command(evaluate, bare, "--labelled", dataset[0], "--template", "qnli", *CPU)

@@ -261,12 +261,10 @@ def test_invalid_tasks_are_reported_together(base: Path, tasks: Path, tmp_path: 
 
 def test_groups_have_scores_and_each_task_is_run_once(tasks: Path) -> None:
     (tasks / "group.yaml").write_text(json.dumps({"group": "local_group", "task": ["local_choice", "local_text"]}))
-    named = harness_tasks.find_tasks("local_group,local_answer", tasks)
-    loaded = harness_tasks.load_tasks(named)
+    loaded = harness_tasks.load_tasks("local_group,local_answer", tasks)
     assert [task.task_name for task in harness_tasks.leaves(loaded)] == list(NAMES)
-    twice = harness_tasks.NamedTasks(["local_group", "local_text"], named.manager)
     with pytest.raises(ConfigError, match="write each task once"):
-        harness_tasks.load_tasks(twice)
+        harness_tasks.load_tasks("local_group,local_text", tasks)
 
 
 def test_a_continuation_without_room_ends_all_ranks(base: Path) -> None:
@@ -294,7 +292,7 @@ def test_datasets_that_cannot_be_loaded_are_named(tmp_path: Path) -> None:
         task = {"task": name, "test_split": "test", **TASKS["local_text"], **files}
         (tmp_path / f"{name}.yaml").write_text(json.dumps(task))
     with pytest.raises(ConfigError) as error:
-        harness_tasks.load_tasks(harness_tasks.find_tasks("here,there", tmp_path))
+        harness_tasks.load_tasks("here,there", tmp_path)
     message = " ".join(str(error.value).split())
     assert len(error.value.problems) == 2
     assert "dataset someone/some_dataset cannot be loaded" in message and "HF_HOME" in message
