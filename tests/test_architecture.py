@@ -75,7 +75,7 @@ AMONG_TOOLS = {
     "tune": {"plan"},
     "pipeline": {"rehearse"},
     "rehearse": {"traffic"},
-    "sweep": {"compare"},
+    "sweep": {"report"},
     "report": {"compare", "pipeline"},
 }
 

@@ -9,19 +9,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama import cli
+from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import find_device
+from megatron_llama.launch.world import find_world
+from megatron_llama.plan import Plan, batch_line, layout_lines
 from megatron_llama.system.command import ArgumentParser
+from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.tables import text_table
 from megatron_llama.tools.common import MOCK_RUN, format_ranks, run_tool
+from megatron_llama.tools.figures import as_png, as_svg
+from megatron_llama.tools.pipeline.lanes import (
+    Panel,
+    PipelineTimeline,
+    bubble_of_equal_stages,
+    draw,
+    earliest_timeline,
+)
+from megatron_llama.tools.planned_run import PlannedRun, read_planned_run
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # these need torch, which --help does not
     from matplotlib.figure import Figure
 
-    from megatron_llama.plan import Plan
-    from megatron_llama.tools.pipeline.lanes import PipelineTimeline
     from megatron_llama.tools.pipeline.record import PassTimes
-    from megatron_llama.tools.planned_run import PlannedRun
 
 MAX_MICROBATCHES = 32
 USAGE = """\
@@ -70,8 +80,14 @@ def _run(argv: Sequence[str]) -> int:
     trainer = plan.config.trainer
     name = f"{plan.model.name}_pp{trainer.pp}_vpp{trainer.vpp}_m{plan.num_microbatches}.svg"
     out = arguments.out or Path("runs/pipeline") / name
-    _check_output(plan, out)
-    return _draw(plan, run, out, arguments.measure)
+    problems = []
+    if trainer.pp == 1:
+        problems.append(Problem("trainer.pp", 1, "one stage is not a pipeline", "write trainer.pp=2 or more"))
+    if out.suffix not in (".svg", ".png"):
+        problems.append(Problem("--out", str(out), "pictures are .svg or .png", f"write --out {out.stem}.svg"))
+    if problems:
+        raise ConfigError(problems)
+    return _draw(plan, run, out)
 
 
 def plan_picture(overrides: Sequence[str], measure: bool) -> tuple[Plan, PlannedRun | None]:
@@ -79,9 +95,6 @@ def plan_picture(overrides: Sequence[str], measure: bool) -> tuple[Plan, Planned
 
     Raises ConfigError with all problems.
     """
-    from megatron_llama.launch.world import find_world
-    from megatron_llama.tools.planned_run import read_planned_run
-
     more = [*MOCK_RUN, "data.name=pipeline", f"dry_run={not measure}"]
     if measure:
         return find_world(cli.parse_overrides([*overrides, *more]), None).plan(), None
@@ -89,42 +102,28 @@ def plan_picture(overrides: Sequence[str], measure: bool) -> tuple[Plan, Planned
     return run.world.plan(), run
 
 
-def _check_output(plan: Plan, out: Path) -> None:
-    """Raise ConfigError for plans that cannot be drawn and unknown file types."""
-    from megatron_llama.config import ConfigError, Problem
-
-    problems = []
-    if plan.config.trainer.pp == 1:
-        rule = "one stage is not a pipeline"
-        problems.append(Problem("trainer.pp", 1, rule, "write trainer.pp=2 or more"))
-    if out.suffix not in (".svg", ".png"):
-        problems.append(Problem("--out", str(out), "pictures are .svg or .png", f"write --out {out.stem}.svg"))
-    if problems:
-        raise ConfigError(problems)
-
-
-def _draw(plan: Plan, run: PlannedRun | None, out: Path, measure: bool) -> int:
-    from megatron_llama.plan import layout_lines
-    from megatron_llama.system.files import write_atomically
-    from megatron_llama.tools.figures import as_png, as_svg
+def _draw(plan: Plan, run: PlannedRun | None, out: Path) -> int:
+    """Draw a planned run, or measure it first; print the report and return the exit status."""
     from megatron_llama.tools.pipeline import record
-    from megatron_llama.tools.pipeline.record import measure_pipeline
 
-    vpp, microbatches = plan.config.trainer.vpp, _drawn_microbatches(plan, measure)
-    status, measured = measure_pipeline(plan) if measure else (0, None)
-    if status:
-        return status
-    if measured is not None:
-        pass_times = record.median_pass_times(measured, vpp)
-    elif run is not None and run.names_cluster and run.hardware.spec is not None:
-        pass_times = record.pass_times_on_cluster(plan, run.cluster)
+    if run is None:
+        status, measured = record.measure_pipeline(plan)
+        if measured is None:
+            return status
+        head, hardware, microbatches = list[str](), None, plan.num_microbatches
+        pass_times = record.median_pass_times(measured, plan.config.trainer.vpp)
     else:
-        pass_times = record.pass_times_by_flops(plan)
-    hardware = run.hardware.title if run is not None else None
+        head, hardware, microbatches, measured = (
+            run.hardware.head(),
+            run.hardware.title,
+            _drawn_microbatches(plan),
+            None,
+        )
+        on_cluster = run.names_cluster and run.hardware.spec is not None
+        pass_times = record.pass_times_on_cluster(plan, run.cluster) if on_cluster else record.pass_times_by_flops(plan)
     picture, ideal = schedule_picture(plan, pass_times, microbatches, hardware, measured)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, as_svg(picture) if out.suffix == ".svg" else as_png(picture))
-    head = [] if run is None else run.hardware.head()
     report = _report(plan, pass_times, ideal, measured, microbatches)
     lines = [*head, *layout_lines(plan, hardware), "", *report, "", f"picture: {out}"]
     sys.stdout.write("\n".join(lines) + "\n")
@@ -133,10 +132,9 @@ def _draw(plan: Plan, run: PlannedRun | None, out: Path, measure: bool) -> int:
 
 def plan_svg(plan: Plan) -> str:
     """Return the pipeline schedule of a plan with several stages as SVG; passes take the time of their FLOPs."""
-    from megatron_llama.tools.figures import as_svg
     from megatron_llama.tools.pipeline.record import pass_times_by_flops
 
-    return as_svg(schedule_picture(plan, pass_times_by_flops(plan), _drawn_microbatches(plan, False))[0])
+    return as_svg(schedule_picture(plan, pass_times_by_flops(plan), _drawn_microbatches(plan))[0])
 
 
 def schedule_picture(
@@ -147,8 +145,6 @@ def schedule_picture(
     measured: PipelineTimeline | None = None,
 ) -> tuple[Figure, PipelineTimeline]:
     """Draw a plan's schedule, and the ``measured`` step below it; return the picture and the drawn timeline."""
-    from megatron_llama.plan import batch_line
-    from megatron_llama.tools.pipeline.lanes import Panel, draw, earliest_timeline
     from megatron_llama.tools.pipeline.record import recorded_order
 
     pp, vpp = plan.config.trainer.pp, plan.config.trainer.vpp
@@ -160,11 +156,10 @@ def schedule_picture(
     return draw(name, panels), ideal
 
 
-def _drawn_microbatches(plan: Plan, measure: bool) -> int:
-    """Return the number of micro batches to draw: all if measured, else at most MAX_MICROBATCHES (a multiple of pp)."""
+def _drawn_microbatches(plan: Plan) -> int:
+    """Return the number of micro batches to draw: at most MAX_MICROBATCHES, a multiple of pp."""
     pp = plan.config.trainer.pp
-    most = max(MAX_MICROBATCHES // pp, 2) * pp
-    return plan.num_microbatches if measure or plan.num_microbatches <= most else most
+    return min(plan.num_microbatches, max(MAX_MICROBATCHES // pp, 2) * pp)
 
 
 def _schedule(plan: Plan) -> str:
@@ -178,37 +173,38 @@ def _report(
     """Format the times of each stage and the bubble."""
     from megatron.core import __version__ as megatron_core
 
-    from megatron_llama.tools.pipeline.lanes import bubble_of_equal_stages
-
     pp, vpp = plan.config.trainer.pp, plan.config.trainer.vpp
     yield f"megatron-core {megatron_core}: {_schedule(plan)}"
     yield f"passes {pass_times.source}, in {pass_times.unit}"
     if drawn < plan.num_microbatches:
         yield f"drawn with {drawn} of {plan.num_microbatches} micro batches: the rest repeats the middle"
-    head = ["stage", "layers", "forward", "backward", "computes", "waits"]
-    rows = [head + (["measured: computes", "waits"] if measured is not None else [])]
+    timelines = [(ideal, 1)] if measured is None else [(ideal, 1), (measured, 1000)]
+    rows = [
+        [
+            "stage",
+            "layers",
+            "forward",
+            "backward",
+            *["computes", "waits", "measured: computes", "waits"][: 2 * len(timelines)],
+        ]
+    ]
     for rank in range(pp):
         chunks = range(rank, pp * vpp, pp)
         row = [str(rank), " ".join(format_ranks(plan.stage_layers[stage]) or "none" for stage in chunks)]
         row += [" ".join(f"{of[stage]:.3g}" for stage in chunks) for of in (pass_times.forward, pass_times.backward)]
-        row += [f"{ideal.busy(rank):.4g}", f"{ideal.seconds - ideal.busy(rank):.4g}"]
-        if measured is not None:
-            row += [f"{1000 * measured.busy(rank):.4g}", f"{1000 * (measured.seconds - measured.busy(rank)):.4g}"]
+        for timeline, unit in timelines:
+            busy = timeline.busy(rank)
+            row += [f"{unit * busy:.4g}", f"{unit * (timeline.seconds - busy):.4g}"]
         rows.append(row)
     yield from (f"  {row}" for row in text_table(rows, left=2))
-    yield ""
-    yield "bubble, the share of the stages' time in which they wait"
-    equal = bubble_of_equal_stages(pp, vpp, drawn)
-    bubbles = [
-        ("if all stages took equally long, (p-1)/(v m + p-1)", f"{equal:.1%}"),
-        ("as drawn", f"{ideal.bubble:.1%}"),
-    ]
-    if drawn < plan.num_microbatches:
-        all_microbatches = bubble_of_equal_stages(pp, vpp, plan.num_microbatches)
-        bubbles.append((f"the same with all {plan.num_microbatches} micro batches", f"{all_microbatches:.1%}"))
+    yield from ("", "bubble, the share of the stages' time in which they wait")
+    equal = "if all stages took equally long, (p-1)/(v m + p-1)"
+    bubbles = [(equal, bubble_of_equal_stages(pp, vpp, drawn)), ("as drawn", ideal.bubble)]
+    if drawn < (count := plan.num_microbatches):
+        bubbles.append((f"the same with all {count} micro batches", bubble_of_equal_stages(pp, vpp, count)))
     if measured is not None:
-        bubbles.append(("measured", f"{measured.bubble:.1%}"))
-    yield from (f"  {row}" for row in text_table(bubbles, left=1))
+        bubbles.append(("measured", measured.bubble))
+    yield from (f"  {row}" for row in text_table([(name, f"{share:.1%}") for name, share in bubbles], left=1))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     device = find_device(plan.config.device.name)
     shares_cores = device is not None and not device.is_accelerator

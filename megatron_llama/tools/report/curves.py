@@ -1,23 +1,18 @@
-"""Curves of a run from its metrics.jsonl, in at most ``LIMIT`` buckets of steps, and the totals of the run.
-
-The file is read line by line. A bucket has the mean, the smallest and the largest value of its steps, so that a spike
-of one step stays visible in a run of any length.
-"""
+"""Curves of a run from its metrics.jsonl, in at most ``LIMIT`` buckets of steps, and the totals of the run."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from array import array
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_llama.system.tables import plural
-from megatron_llama.train.loss_curve import SMOOTHING, moving_average
+from megatron_llama.train.loss_curve import SMOOTHING, Floats, moving_average
 from megatron_llama.train.metrics_file import METRICS_FILE, Broken, stream_records
 
 LIMIT = 1000
@@ -37,96 +32,72 @@ AXES = ("step", "consumed_tokens", "consumed_samples", "global_step")
 """Metrics that are positions, and have no chart."""
 
 
-@dataclass
-class Bucket:
-    """Values of neighboring steps."""
-
-    first: int
-    """First step."""
-    step: int
-    """Last step."""
-    tokens: int | None
-    """Tokens consumed after the last step; None if unknown."""
-    sums: dict[str, list[float]] = field(default_factory=dict)
-    """By metric: count, sum, smallest and largest value."""
-
-    def merge(self, later: Bucket) -> None:
-        """Add the bucket of the following steps."""
-        self.step, self.tokens = later.step, later.tokens
-        for name, (count, total, low, high) in later.sums.items():
-            known = self.sums.setdefault(name, [0, 0.0, low, high])
-            known[0] += count
-            known[1] += total
-            if low < known[2]:
-                known[2] = low
-            if high > known[3]:
-                known[3] = high
-
-
 class Curve:
-    """Metrics over ascending steps in at most ``limit`` buckets of equal width, which doubles if it must."""
+    """Metrics over ascending steps in at most ``limit`` buckets of equal width, a power of two.
 
-    def __init__(self, limit: int = LIMIT) -> None:
-        self.buckets: list[Bucket] = []
+    A bucket has the mean, the smallest and the largest value of its steps, so that a spike of one step stays visible in
+    a run of any length.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[int] = (),
+        tokens: Sequence[int | None] = (),
+        columns: Mapping[str, Floats] | None = None,
+        limit: int = LIMIT,
+    ) -> None:
+        """Args:
+        steps: Ascending steps. [n]
+        tokens: Tokens consumed after each step; None if unknown. [n]
+        columns: Values of each metric; NaN without a value. [n]
+        """
         self.width = 1
         """Steps of a bucket."""
-        self._limit, self._start = limit, 0
-
-    def add(self, step: int, tokens: int | None, metrics: Mapping[str, float]) -> None:
-        """Add the finite values of a step, above the last one."""
-        if not self.buckets:
-            self._start = step
-        self._append(Bucket(step, step, tokens, {name: [1, value, value, value] for name, value in metrics.items()}))
-        while len(self.buckets) > self._limit:
+        offsets = np.array(steps, dtype=np.float64) - (steps[0] if steps else 0)
+        while len(starts := np.flatnonzero(np.diff(offsets // self.width, prepend=-1.0))) > limit:
             self.width *= 2
-            buckets, self.buckets = self.buckets, []
-            for bucket in buckets:
-                self._append(bucket)
-
-    def _append(self, bucket: Bucket) -> None:
-        """Add a bucket at the end, or to the last one if it has the same range."""
-        last = self.buckets[-1] if self.buckets else None
-        if last and (last.first - self._start) // self.width == (bucket.first - self._start) // self.width:
-            last.merge(bucket)
-        else:
-            self.buckets.append(bucket)
-
-    @property
-    def names(self) -> list[str]:
-        """Metrics with a value, in the order of the file."""
-        return list(dict.fromkeys(name for bucket in self.buckets for name in bucket.sums))
+        ends = [*(starts[1:] - 1), *([len(steps) - 1] if steps else [])]
+        self.first, self.last = [steps[index] for index in starts], [steps[index] for index in ends]
+        """First and last step of each bucket."""
+        self.tokens = [tokens[index] for index in ends]
+        """Tokens consumed after each bucket."""
+        self._values = {name: _bucket(values, starts) for name, values in (columns or {}).items()}
+        self.names = list(self._values)
 
     def column(self, name: str, number: int) -> list[float | None]:
         """Return number 1 (mean), 2 (smallest) or 3 (largest) of each bucket's values; None without a value."""
-        values = (bucket.sums.get(name) for bucket in self.buckets)
-        return [None if v is None else _short(v[1] / v[0] if number == 1 else v[number]) for v in values]
+        counts, sums, low, high = self._values[name]
+        values = (sums / np.where(counts > 0, counts, np.nan), low, high)[number - 1]
+        return [None if math.isnan(value) else _short(value) for value in values.tolist()]
 
     def mean(self, name: str, first: int, last: int) -> float | None:
         """Return the mean over the buckets that overlap the steps ``first`` to ``last``; None without a value."""
-        start = bisect_left(self.buckets, first, key=lambda bucket: bucket.step)
-        inside = takewhile(lambda bucket: bucket.first <= last, islice(self.buckets, start, None))
-        known = [bucket.sums[name] for bucket in inside if name in bucket.sums]
-        return sum(total for _, total, *_ in known) / sum(count for count, *_ in known) if known else None
+        inside = [index for index, step in enumerate(self.last) if step >= first and self.first[index] <= last]
+        if name not in self._values or not inside:
+            return None
+        count, total = self._values[name][:2, inside].sum(axis=1).tolist()
+        return total / count if count else None
 
     def payload(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the curve of ``names`` as JSON: positions, and mean, smallest and largest values by metric.
 
         Buckets of one step have no smallest and largest values.
         """
-        result: dict[str, Any] = {
-            "first": [bucket.first for bucket in self.buckets],
-            "step": [bucket.step for bucket in self.buckets],
-            "tokens": [bucket.tokens for bucket in self.buckets],
-            "series": {},
-        }
+        curves: dict[str, Any] = {}
         for name in names:
-            series: dict[str, Any] = {"mean": self.column(name, 1)}
+            series = curves[name] = {"mean": self.column(name, 1)}
             if self.width > 1:
                 series |= {"low": self.column(name, 2), "high": self.column(name, 3)}
             if name in SMOOTHED:
                 series["smooth"] = smoothed(series["mean"])
-            result["series"][name] = series
-        return result
+        return {"first": self.first, "step": self.last, "tokens": self.tokens, "series": curves}
+
+
+def _bucket(values: Floats, starts: Any) -> Floats:
+    """Return count, sum, minimum and maximum of the values in each bucket, [4, buckets]."""
+    known = np.isfinite(values)
+    sums = [np.add.reduceat(column, starts) for column in (known.astype(np.float64), np.where(known, values, 0.0))]
+    return np.stack([*sums, np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)])
 
 
 def smoothed(values: Sequence[float | None]) -> list[float | None]:
@@ -175,58 +146,70 @@ class Metrics:
 
 def read_run_metrics(folder: Path) -> Metrics:
     """Read the metrics.jsonl of a run folder. Raises OSError."""
-    metrics = Metrics()
     broken: Broken = []
-    speeds, utilizations = array("d"), array("d")
-    repeated = unknown_losses = 0
-    known: dict[str, None] = {}
+    steps, tokens, lists = list[int](), list[int | None](), dict[str, "array[float]"]()
+    last: dict[str, Any] = {}
+    repeated = 0
     for record, _ in stream_records(folder / METRICS_FILE, broken):
-        step = record["step"]
-        if not (math.isfinite(step) and (not metrics.last or step > metrics.last["step"])):
+        step, consumed = record["step"], record.get("consumed_tokens")
+        if not (math.isfinite(step) and (not last or step > last["step"])):
             repeated += 1
             continue
-        values = {name: float(value) for name, value in record.items() if _is_finite(value)}
-        known |= dict.fromkeys(name for name in values if name not in AXES)
-        if len(known) > MOST_METRICS:
-            known = dict.fromkeys(list(known)[:MOST_METRICS])
-        values = {name: value for name, value in values.items() if name in known}
-        unknown_losses += LOSS not in values and step > 0
-        _add_totals(metrics, int(step), values, speeds, utilizations)
-        consumed = record.get("consumed_tokens")
-        tokens = int(consumed) if consumed is not None and _is_finite(consumed) else None
-        validated = {name: values.pop(name) for name in [*values] if name.partition("/")[0] in VALIDATION}
-        metrics.steps.add(int(step), tokens, values)
-        if validated:
-            metrics.validations.add(int(step), tokens, validated)
-        metrics.last = record
-    metrics.median_speed = statistics.median(speeds) if speeds else None
-    impossible = sum(value > 1 for value in utilizations)
+        for name, value in record.items():
+            if name not in AXES and _is_finite(value) and (name in lists or len(lists) < MOST_METRICS):
+                values = lists.setdefault(name, array("d"))
+                values.extend([math.nan] * (len(steps) - len(values)))
+                values.append(value)
+        steps.append(int(step))
+        tokens.append(int(consumed) if consumed is not None and _is_finite(consumed) else None)
+        last = record
+    columns = {name: np.full(len(steps), np.nan) for name in lists}
+    for name, values in lists.items():
+        columns[name][: len(values)] = values
+    return _metrics(steps, tokens, columns, last, broken, repeated)
+
+
+def _metrics(
+    steps: list[int],
+    tokens: list[int | None],
+    columns: dict[str, Floats],
+    last: dict[str, Any],
+    broken: Broken,
+    repeated: int,
+) -> Metrics:
+    """Return the curves and the totals of columns with a value per step."""
+
+    def known(name: str) -> Floats:
+        values = columns.get(name, np.empty(0))
+        return values[np.isfinite(values)]
+
+    def median(name: str) -> float | None:
+        return float(np.median(values)) if len(values := known(name)) else None
+
+    losses, validation, memory = known(LOSS), known(VALIDATION[0]), known(MEMORY)
+    unlogged = np.isnan(columns.get(LOSS, np.full(len(steps), np.nan)))
+    unknown_losses = int((unlogged & (np.array(steps, dtype=np.float64) > 0)).sum())
+    impossible = int((known(MFU) > 1).sum())
+    metrics = Metrics(last=last, seconds=float(known(STEP_TIME).sum()), median_speed=median(SPEED))
+    metrics.notes = _notes(broken, repeated, unknown_losses, impossible)
+    if len(losses):
+        metrics.first_loss = float(losses[0])
+    if len(memory):
+        metrics.peak_memory = float(memory.max())
+    if len(validation):
+        metrics.last_validation = float(validation[-1])
+        metrics.best_validation = float(validation.min()), steps[int(np.nanargmin(columns[VALIDATION[0]]))]
     if impossible:  # then the other values are too high too
-        for bucket in metrics.steps.buckets:
-            bucket.sums = {name: sums for name, sums in bucket.sums.items() if name not in (MFU, "mfu_full")}
+        columns = {name: values for name, values in columns.items() if name not in (MFU, "mfu_full")}
     else:
-        metrics.median_mfu = statistics.median(utilizations) if utilizations else None
-    metrics.notes += _notes(broken, repeated, unknown_losses, impossible)
+        metrics.median_mfu = median(MFU)
+    of_validation = {name: values for name, values in columns.items() if name.partition("/")[0] in VALIDATION}
+    metrics.steps = Curve(steps, tokens, {name: columns[name] for name in columns if name not in of_validation})
+    if of_validation:
+        rows = np.flatnonzero(np.isfinite(list(of_validation.values())).any(axis=0)).tolist()
+        chosen = [steps[row] for row in rows], [tokens[row] for row in rows]
+        metrics.validations = Curve(*chosen, {name: values[rows] for name, values in of_validation.items()})
     return metrics
-
-
-def _add_totals(
-    metrics: Metrics, step: int, values: Mapping[str, float], speeds: array[float], utilizations: array[float]
-) -> None:
-    if metrics.first_loss is None:
-        metrics.first_loss = values.get(LOSS)
-    if SPEED in values:
-        speeds.append(values[SPEED])
-    if MFU in values:
-        utilizations.append(values[MFU])
-    metrics.seconds += values.get(STEP_TIME, 0.0)
-    if MEMORY in values:
-        metrics.peak_memory = max(metrics.peak_memory or 0.0, values[MEMORY])
-    loss = values.get(VALIDATION[0])
-    if loss is not None:
-        metrics.last_validation = loss
-        if metrics.best_validation is None or loss < metrics.best_validation[0]:
-            metrics.best_validation = loss, step
 
 
 def _is_finite(value: object) -> bool:

@@ -153,27 +153,25 @@ def _other_charts(runs: Sequence[Run]) -> Iterator[Chart]:
 def _table(runs: Sequence[Run], chart: Chart) -> tuple[list[str], list[list[str]]]:
     """Return head and rows of a chart's table: a few buckets of the longest run, and the mean of each run in them."""
     curves, form = [_curve(run, chart.metric) for run in runs], FORMS[chart.form]
-    longest = max(curves, key=lambda curve: curve.buckets[-1].step if curve.buckets else -1)
-    valued = [bucket for bucket in longest.buckets if chart.metric in bucket.sums] or longest.buckets
+    longest = max(curves, key=lambda curve: curve.last[-1] if curve.last else -1)
+    means = longest.column(chart.metric, 1) if chart.metric in longest.names else []
+    valued = [index for index, mean in enumerate(means) if mean is not None] or list(range(len(longest.last)))
     last = len(valued) - 1
     chosen = sorted({round(last * row / (TABLE_ROWS - 1)) for row in range(TABLE_ROWS)} if last > 0 else {0})
-    shown = [valued[index] for index in chosen] if valued else []
     width = max(curve.width for curve in curves)
     head = ["step", *([run.name for run in runs] if len(runs) > 1 else ["tokens", chart.title])]
+    extremes = []
     if len(runs) == 1 and width > 1:
         head += ["lowest", "highest"]
+        extremes = [longest.column(chart.metric, number) for number in (2, 3)]
     rows = []
-    for bucket in shown:
-        cells = [f"{bucket.first:,}–{bucket.step:,}" if bucket.step > bucket.first else f"{bucket.step:,}"]
+    for index in [valued[number] for number in chosen] if valued else []:
+        first, step, tokens = longest.first[index], longest.last[index], longest.tokens[index]
+        cells = [f"{first:,}–{step:,}" if step > first else f"{step:,}"]
         if len(runs) == 1:
-            cells.append("" if bucket.tokens is None else short_count(bucket.tokens))
-        for curve in curves:
-            value = curve.mean(chart.metric, bucket.first, bucket.step)
-            cells.append("" if value is None else form(value))
-            if len(runs) == 1 and width > 1:
-                extremes = bucket.sums.get(chart.metric)
-                cells += [form(extreme) for extreme in extremes[2:]] if extremes else ["", ""]
-        rows.append(cells)
+            cells.append("" if tokens is None else short_count(tokens))
+        values = [*(curve.mean(chart.metric, first, step) for curve in curves), *(each[index] for each in extremes)]
+        rows.append([*cells, *("" if value is None else form(value) for value in values)])
     return head, rows
 
 

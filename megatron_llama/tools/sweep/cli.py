@@ -8,14 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from statistics import median
 from types import FrameType
-from typing import Any
-
-import numpy as np
 
 from megatron_llama.cli import CONF_DIR, NO_PLAN, parse_overrides
 from megatron_llama.config import ConfigError, Problem, format_problems
@@ -29,11 +24,11 @@ from megatron_llama.system.output import import_pyplot
 from megatron_llama.system.programs import BATCH_FOLDER, ROOT
 from megatron_llama.system.signals import JOB_SIGNALS, handle_signals
 from megatron_llama.system.tables import markdown_table, short_count, text_table
-from megatron_llama.tools.compare.report import MAX_POINTS
 from megatron_llama.tools.figures import STYLE, as_png
+from megatron_llama.tools.report.curves import LOSS, Curve, Metrics, read_run_metrics, smoothed
 from megatron_llama.tools.slurm import call, submit
 from megatron_llama.tools.sweep.combinations import RUN_DIR, Combination, Sweep, SweepState, combinations
-from megatron_llama.train.metrics_file import METRICS_FILE, read_run_records
+from megatron_llama.train.metrics_file import METRICS_FILE
 
 FLAGS = ("-m", "--multirun")
 _SLURM = "--slurm"
@@ -201,65 +196,41 @@ def plan_table(sweep: Sweep, plans: Sequence[Plan], state: SweepState) -> str:
 
 # Results: a table for the terminal, a Markdown table and a plot of the curves.
 TABLE, PICTURE = "sweep.md", "curves.png"
-_SMOOTHING_WINDOWS = 50  # a smoothed curve has this number of points
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """Logged metrics of a run."""
-
-    run: Combination
-    status: str
-    records: list[dict[str, Any]]
-
-    def row(self, varied: Sequence[str]) -> list[str]:
-        """Format the row of the table."""
-        last = self.records[-1] if self.records else {}
-        losses = [record["val_loss"] for record in self.records if record.get("val_loss") is not None]
-        speeds = [record["tokens_per_second"] for record in self.records]
-        return [
-            *(self.run.differing[key] for key in varied),
-            self.status,
-            f"{last['step']:,}" if last else "-",
-            f"{last['reduced_train_loss']:.4f}" if last else "-",
-            f"{losses[-1]:.4f}" if losses else "-",
-            f"{median(speeds):,.0f}" if speeds else "-",
-        ]
 
 
 def summarize(sweep: Sweep, state: SweepState) -> str:
     """Write the table and the plot to the folder of the sweep; return the text to print."""
-    results = []
-    for combination in sweep.combinations:
-        path = sweep.folder / combination.name / METRICS_FILE
-        records = read_run_records(path) if path.is_file() else []  # a run that has not started
-        results.append(RunResult(combination, state[combination].description, records))
-    rows = [[*sweep.varied, "status", "step", "loss", "val loss", "tokens/s"], *(r.row(sweep.varied) for r in results)]
+    rows = [[*sweep.varied, "status", "step", "loss", "val loss", "tokens/s"]]
+    curves: dict[str, Curve] = {}
+    for run in sweep.combinations:
+        folder = sweep.folder / run.name
+        started = (folder / METRICS_FILE).is_file()
+        metrics = read_run_metrics(folder) if started else Metrics()
+        last, loss, speed = metrics.last, metrics.last_validation, metrics.median_speed
+        numbers = [f"{last['step']:,}" if last else "-", "-" if last.get(LOSS) is None else f"{last[LOSS]:.4f}"]
+        numbers += ["-" if loss is None else f"{loss:.4f}", "-" if speed is None else f"{speed:,.0f}"]
+        rows.append([*(run.differing[key] for key in sweep.varied), state[run].description, *numbers])
+        if LOSS in metrics.steps.names:
+            curves[", ".join(f"{key}={value}" for key, value in run.differing.items())] = metrics.steps
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     write_atomically(sweep.folder / TABLE, "\n".join(markdown_table(escaped[0], escaped[1:])) + "\n")
     lines = [*text_table(rows, left=len(sweep.varied) + 1), "", f"  table   {sweep.folder / TABLE}"]
-    with_records = [result for result in results if result.records]
-    if with_records:
-        write_atomically(sweep.folder / PICTURE, draw(with_records))
+    if curves:
+        write_atomically(sweep.folder / PICTURE, draw(curves))
         lines.append(f"  curves  {sweep.folder / PICTURE}")
     return "\n".join(lines) + "\n"
 
 
-def draw(results: Sequence[RunResult]) -> bytes:
+def draw(curves: Mapping[str, Curve]) -> bytes:
     """Plot the losses of all runs over tokens, raw and smoothed; return the bytes of a PNG."""
     pyplot = import_pyplot()
     with pyplot.style.context(["default", STYLE, {"axes.grid": True}]):
         figure, axes = pyplot.subplots(figsize=(9.0, 5.0), dpi=130, layout="constrained")
-        for index, result in enumerate(results):
-            tokens = np.array([record["consumed_tokens"] for record in result.records], dtype=float)
-            losses = np.array([record["reduced_train_loss"] for record in result.records], dtype=float)
-            every, color = -(-len(losses) // MAX_POINTS), f"C{index % 10}"
-            axes.plot(tokens[::every], losses[::every], color=color, alpha=0.2, linewidth=0.8)
-            width = max(1, len(losses) // _SMOOTHING_WINDOWS)
-            end = len(losses) // width * width
-            means = [values[:end].reshape(-1, width).mean(axis=1) for values in (tokens, losses)]
-            label = ", ".join(f"{key}={value}" for key, value in result.run.differing.items())
-            axes.plot(*means, color=color, linewidth=1.8, linestyle=("-", "--", ":")[index // 10 % 3], label=label)
+        for index, (label, curve) in enumerate(curves.items()):
+            losses, color = curve.column(LOSS, 1), f"C{index % 10}"
+            axes.plot(curve.tokens, losses, color=color, alpha=0.2, linewidth=0.8)
+            style = ("-", "--", ":")[index // 10 % 3]
+            axes.plot(curve.tokens, smoothed(losses), color=color, linewidth=1.8, linestyle=style, label=label)
         axes.xaxis.set_major_formatter(lambda tokens, _: short_count(tokens))
         axes.set_xlabel("consumed tokens")
         axes.set_ylabel("loss (nats per token)")

@@ -300,23 +300,20 @@ def test_many_runs_repeat_the_colors_with_dashes(tmp_path: Path) -> None:
 
 
 def curve_of(values: list[float], limit: int) -> Curve:
-    curve = Curve(limit)
-    for step, value in enumerate(values, start=1):
-        curve.add(step, 10 * step, {"x": value})
-    return curve
+    steps = range(1, len(values) + 1)
+    return Curve(steps, [10 * step for step in steps], {"x": np.array(values)}, limit)
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 16, 17, 1000])
 def test_buckets_have_the_values_of_their_steps(count: int) -> None:
     values = np.random.default_rng(count).standard_normal(count).tolist()
     curve = curve_of(values, limit=8)
-    assert len(curve.buckets) <= 8 and curve.width == 2 ** max(0, math.ceil(math.log2(count / 8)))
-    assert curve.buckets[0].first == 1 and curve.buckets[-1].step == count
-    for before, after in zip(curve.buckets, curve.buckets[1:], strict=False):
-        assert after.first == before.step + 1
-    for bucket, mean, low, high in zip(curve.buckets, *(curve.column("x", n) for n in (1, 2, 3)), strict=True):
-        inside = values[bucket.first - 1 : bucket.step]
-        assert bucket.tokens == 10 * bucket.step
+    assert len(curve.first) <= 8 and curve.width == 2 ** max(0, math.ceil(math.log2(count / 8)))
+    assert curve.first == [1, *(step + 1 for step in curve.last[:-1])] and curve.last[-1] == count
+    assert curve.tokens == [10 * step for step in curve.last]
+    columns = [curve.column("x", number) for number in (1, 2, 3)]
+    for first, last, mean, low, high in zip(curve.first, curve.last, *columns, strict=True):
+        inside = values[first - 1 : last]
         assert mean == pytest.approx(statistics.mean(inside), rel=1e-4, abs=1e-6)
         assert (low, high) == pytest.approx((min(inside), max(inside)), rel=1e-5)
 
@@ -330,14 +327,9 @@ def test_the_mean_over_steps(limit: int) -> None:
 
 
 def test_steps_with_gaps_and_missing_values() -> None:
-    curve = Curve(limit=4)
-    for step in (5, 6, 90, 1000, 10**9):
-        curve.add(step, None, {"x": 1.0} if step != 90 else {})
-    assert len(curve.buckets) <= 4 and curve.buckets[-1].step == 10**9
-    sparse = Curve()
-    for step in (1, 2, 3):
-        sparse.add(step, None, {"x": 2.0} if step == 2 else {})
-    payload = sparse.payload(["x"])
+    curve = Curve((5, 6, 90, 1000, 10**9), [None] * 5, {"x": np.array([1.0, 1.0, np.nan, 1.0, 1.0])}, limit=4)
+    assert len(curve.last) <= 4 and curve.last[-1] == 10**9
+    payload = Curve((1, 2, 3), [None] * 3, {"x": np.array([np.nan, 2.0, np.nan])}).payload(["x"])
     assert payload["series"]["x"] == {"mean": [None, 2.0, None]} and payload["tokens"] == [None] * 3
 
 
@@ -366,7 +358,7 @@ def test_totals(tmp_path: Path) -> None:
     assert metrics.best_validation == (records[-1]["val_loss"], 60)
     assert metrics.median_speed == statistics.median(each["tokens_per_second"] for each in records)
     assert metrics.seconds == pytest.approx(6.0) and metrics.peak_memory == 350 << 20
-    assert [bucket.step for bucket in metrics.validations.buckets] == [10, 20, 30, 40, 50, 60]
+    assert metrics.validations.last == [10, 20, 30, 40, 50, 60]
     assert "val_loss" not in metrics.steps.names
 
 
@@ -375,7 +367,7 @@ def test_damaged_and_strange_metrics(tmp_path: Path) -> None:
     good = list(lines(4))
     text = good[0] + "{broken\n" + good[2] + good[1] + "[]\n" + json.dumps(record(4, reduced_train_loss=None)) + "\n"
     metrics = read(tmp_path, text + good[3][:40])
-    assert [bucket.step for bucket in metrics.steps.buckets] == [1, 3, 4]
+    assert metrics.steps.last == [1, 3, 4]
     invalid, repeated, unknown = metrics.notes
     assert "2 invalid lines" in invalid and "line 2 " in invalid
     assert repeated.startswith("1 line of metrics.jsonl repeat") and unknown == "1 step without a finite loss"
