@@ -35,7 +35,7 @@ from megatron_llama.text import sandbox
 from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, load_own_template
 from megatron_llama.text.conversation import NO_CONTEXT, TemplateContext, Turn, parse_calls, parse_tools
 from megatron_llama.text.tokenizer import open_tokenizer, vocabulary_size
-from megatron_llama.tools.compare.runs import read_log
+from megatron_llama.tools.compare.logs import read_log
 from megatron_llama.tools.import_nemo.cli import as_yaml, command_line, convert_source, format_listing
 from megatron_llama.tools.import_nemo.nemo import convert
 from megatron_llama.tools.inference.saved_model import open_saved_model

@@ -37,7 +37,7 @@ from megatron_llama.system.files import (
 from megatron_llama.system.private_folder import exposure, make_private
 from megatron_llama.text.chat_template import load_own_template
 from megatron_llama.text.tokenizer import read_settings, read_tokenizer_json, vocabulary_size
-from megatron_llama.tools.compare.runs import read_log
+from megatron_llama.tools.compare.logs import read_log
 from tests.ranks import check_threads
 
 READERS: dict[str, Callable[[Path], object]] = {

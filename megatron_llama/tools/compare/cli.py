@@ -9,17 +9,15 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
 
 from megatron_llama.config import ConfigError, Problem, format_problems
 from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.wrapping import escape_controls
-from megatron_llama.tools.compare.logs import FILES_OF_A_RUN, ROLES
-
-if TYPE_CHECKING:  # these need numpy, which --help does not
-    from megatron_llama.tools.compare.runs import Run
-    from megatron_llama.tools.compare.verdict import Comparison
+from megatron_llama.tools.compare.logs import FILES_OF_A_RUN, ROLES, read_run
+from megatron_llama.tools.compare.report import as_html, as_text, draw
+from megatron_llama.tools.compare.verdict import Comparison, compare
+from megatron_llama.tools.figures import as_png
 
 STATUS = (
     "Exit status: 0 the curves agree, 1 they differ, 2 too short to tell (fewer than 16 common points, or too few "
@@ -35,8 +33,6 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         sys.stderr.write(format_problems(error, "This comparison") + "\n")
         return EXIT_USER
-    from megatron_llama.tools.compare.report import as_text
-
     sys.stdout.write(as_text(comparison))
     if arguments.out is None:
         sys.stdout.write("\n--out PREFIX writes the curves to PREFIX.png and PREFIX.html\n")
@@ -53,9 +49,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _write_report(comparison: Comparison, prefix: str) -> None:
     """Write the picture and the page, and print their paths."""
-    from megatron_llama.tools.compare.report import as_html, draw
-    from megatron_llama.tools.figures import as_png
-
     picture, page = Path(f"{prefix}.png"), Path(f"{prefix}.html")
     picture.parent.mkdir(parents=True, exist_ok=True)
     picture.write_bytes(as_png(draw(comparison)))
@@ -88,9 +81,6 @@ def parser() -> argparse.ArgumentParser:
 
 def compare_runs(arguments: argparse.Namespace) -> Comparison:
     """Read and compare the runs. Raises ConfigError with all errors in the arguments."""
-    from megatron_llama.tools.compare.runs import read_run
-    from megatron_llama.tools.compare.verdict import compare
-
     compared = [arguments.reference, *arguments.others]
     paths = [*compared, *arguments.seeds]
     problems = list(_wrong_numbers(arguments))
@@ -103,7 +93,7 @@ def compare_runs(arguments: argparse.Namespace) -> Comparison:
             rule = f"must be ROLE=NAME, with a role of {', '.join(ROLES)}"
             problems.append(Problem("--tag", text, rule, "write --tag loss=NAME"))
     sizes = _samples_per_step(arguments.samples_per_step, paths, problems)
-    runs: list[Run] = []
+    runs = []
     for path, name in zip(paths, labels(paths), strict=True):
         try:
             runs.append(read_run(path, name, tags, sizes.get(path, sizes.get(""))))

@@ -10,7 +10,7 @@ from itertools import combinations
 import numpy as np
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.tools.compare.runs import Run
+from megatron_llama.tools.compare.logs import Run
 from megatron_llama.train.loss_curve import Floats, moving_average
 
 # A curve outside the band for longer than this number of windows has diverged; shorter is a spike, which smoothing

@@ -6,17 +6,19 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from megatron_llama.config import ConfigError, Problem, format_problems
+from megatron_llama.config.stored import NAME
 from megatron_llama.hooks import REPORT_FILE
 from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_USER
+from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.wrapping import escape_controls
 from megatron_llama.tools.compare.cli import labels
-
-if TYPE_CHECKING:
-    from megatron_llama.config import Problem
+from megatron_llama.tools.report.page import render
+from megatron_llama.tools.report.runs import read_run
+from megatron_llama.train.metrics_file import METRICS_FILE, read_last_step
 
 ABOUT = """Write a report of runs as one HTML page: curves over steps and tokens, starts and their ends, settings that
 differ, data, plan, pipeline and samples. The page needs no network. It works for runs in progress."""
@@ -26,9 +28,6 @@ STATUS = "Exit status: 0 done, 2 wrong arguments or a run that cannot be read. S
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/report.py`` with ``argv``; return the exit status."""
     arguments = parser().parse_args(argv)
-    # Imported late to keep --help fast.
-    from megatron_llama.config import ConfigError, format_problems
-
     folders = [Path(path) for path in arguments.runs]
     output = arguments.output or (folders[0] / REPORT_FILE if len(folders) == 1 else Path(REPORT_FILE))
     try:
@@ -54,11 +53,6 @@ def write_report(folders: Sequence[Path], output: Path) -> int:
 
     Raises ConfigError with all problems of the runs, and of the output.
     """
-    from megatron_llama.config import ConfigError, Problem
-    from megatron_llama.system.files import write_atomically
-    from megatron_llama.tools.report.page import render
-    from megatron_llama.tools.report.runs import read_run
-
     problems = check_runs(folders)
     if output.is_dir():
         problems.append(Problem("--output", str(output), "is a folder", f"write --output {output / REPORT_FILE}"))
@@ -89,10 +83,6 @@ def write_report(folders: Sequence[Path], output: Path) -> int:
 
 def check_runs(folders: Sequence[Path]) -> list[Problem]:
     """Return the problems of paths that are no run folders, and of runs given twice."""
-    from megatron_llama.config import Problem
-    from megatron_llama.config.stored import NAME
-    from megatron_llama.train.metrics_file import METRICS_FILE
-
     problems, known = [], set[Path]()
     for folder in folders:
         instead = "write the path of a run folder, such as runs/mine"
@@ -115,7 +105,5 @@ def check_runs(folders: Sequence[Path]) -> list[Problem]:
 
 def write_run_report(folder: Path) -> None:
     """Write the report.html of a run that ended; a run without a step has no report. Raises ConfigError and OSError."""
-    from megatron_llama.train.metrics_file import METRICS_FILE, read_last_step
-
     if (folder / METRICS_FILE).is_file() and read_last_step(folder / METRICS_FILE) is not None:
         write_report([folder], folder / REPORT_FILE)
