@@ -14,20 +14,23 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_llama import cli
+from megatron_llama.config import Config, ConfigError, format_problems
+from megatron_llama.launch.environment import ProcessContext, process_context
+from megatron_llama.launch.job_store import LaunchFailed
+from megatron_llama.launch.join import join, secret_of_job
+from megatron_llama.launch.run_dir import choose_run_dir
+from megatron_llama.launch.ssh import run_on_hosts
+from megatron_llama.launch.start import LocalRanks, start_ranks
+from megatron_llama.launch.world import World, find_world
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.programs import name_commands
 from megatron_llama.tools.common import MOCK_RUN, show_line
-
-if TYPE_CHECKING:
-    from megatron_llama.config import Config
-    from megatron_llama.launch.environment import ProcessContext
-    from megatron_llama.launch.world import World
-    from megatron_llama.tools.doctor.examination import DoctorReport, Examination
-    from megatron_llama.tools.doctor.finding import Finding
-    from megatron_llama.tools.doctor.network import Connections
+from megatron_llama.tools.doctor.examination import DoctorReport, Examination, examine_nodes, show_progress
+from megatron_llama.tools.doctor.finding import BREAKS, NOTES, Finding, finding_of_problem, highest_severity
+from megatron_llama.tools.doctor.network import Connections
 
 QUICK, JSON = "--quick", "--json"
 USAGE = """\
@@ -65,10 +68,6 @@ def main(argv: Sequence[str]) -> int:
     if {"--help", "-h"} & set(argv):
         sys.stdout.write(name_commands(USAGE))
         return 0
-    from megatron_llama.config import ConfigError, format_problems
-    from megatron_llama.launch.environment import process_context
-    from megatron_llama.launch.job_store import LaunchFailed
-
     overrides, context = [word for word in argv if word not in (QUICK, JSON)], None
     try:
         context = process_context(os.environ)
@@ -90,10 +89,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _on_hosts(config: Config, argv: Sequence[str]) -> int:
     """Start this program on each host."""
-    from megatron_llama.launch.run_dir import choose_run_dir
-    from megatron_llama.launch.ssh import run_on_hosts
-    from megatron_llama.launch.world import find_world
-
     world = find_world(config, None)
     plan = world.plan()
     choose_run_dir(plan)
@@ -102,11 +97,6 @@ def _on_hosts(config: Config, argv: Sequence[str]) -> int:
 
 def _examine(config: Config, context: ProcessContext | None, *, quick: bool, as_json: bool) -> int:
     """Examine in one process; the first one prints."""
-    from megatron_llama.config import ConfigError
-    from megatron_llama.launch.world import find_world
-    from megatron_llama.tools.doctor.examination import DoctorReport, Examination, examine_nodes, show_progress
-    from megatron_llama.tools.doctor.finding import BREAKS, NOTES, Finding, finding_of_problem, highest_severity
-
     begin, device_name = time.monotonic(), config.device.name
     findings, plan, world = list[Finding](), None, None
     try:
@@ -141,12 +131,6 @@ def _examine(config: Config, context: ProcessContext | None, *, quick: bool, as_
 
 def _connect(context: ProcessContext | None) -> tuple[Connections | None, list[Finding]]:
     """Connect to the other processes, or return the findings that explain the failure."""
-    from megatron_llama.config import ConfigError
-    from megatron_llama.launch.job_store import LaunchFailed
-    from megatron_llama.launch.join import secret_of_job
-    from megatron_llama.tools.doctor.finding import BREAKS, Finding, finding_of_problem
-    from megatron_llama.tools.doctor.network import Connections
-
     host = socket.gethostname()
     try:
         return Connections.of(context, "" if context is None else secret_of_job(context)), []
@@ -169,10 +153,7 @@ def _measure(
     examination: Examination, world: World, connections: Connections
 ) -> tuple[dict[str, Any] | None, list[Finding]]:
     """Start the ranks or become one; return the measurements and findings on the first process."""
-    from megatron_llama.launch.join import join
-    from megatron_llama.launch.start import LocalRanks, start_ranks
     from megatron_llama.tools.doctor import ranks
-    from megatron_llama.tools.doctor.finding import BREAKS, Finding
     from megatron_llama.tools.doctor.ranks import RESULT, measure_ranks
 
     plan = examination.plan

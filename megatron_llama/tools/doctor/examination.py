@@ -26,7 +26,6 @@ from megatron_llama.tools.doctor import disks, machine, network
 from megatron_llama.tools.doctor.disks import RUN, Need
 from megatron_llama.tools.doctor.finding import BREAKS, NOTES, SEVERITIES, WARNS, Finding, NodeState, names
 from megatron_llama.tools.doctor.network import ClockReading, Connections
-from megatron_llama.tools.doctor.ranks import Rate, slowest_groups
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,9 @@ class DoctorReport:
         """Format the report as text."""
         lines = [*_node_table(self.nodes, self.readings), ""] if self.nodes else []
         if self.measured is not None:
-            lines += [*_speed_table(self.measured), ""]
+            from megatron_llama.tools.doctor.ranks import speed_table  # needs torch
+
+            lines += [*speed_table(self.measured), ""]
         ordered = sorted(self.findings, key=lambda finding: SEVERITIES.index(finding.severity))
         for finding in ordered:
             lines += _block(finding, colour)
@@ -234,23 +235,6 @@ def _node_table(nodes: Sequence[NodeState], readings: Sequence[ClockReading | No
         software.setdefault(f"torch {versions['torch']}, commit {versions['commit']}", []).append(node)
     lines = text_table([[*map(str, row)] for row in rows])
     return [*lines, "", *(fill("", f"{names(users)}: {versions}") for versions, users in software.items())]
-
-
-def _speed_table(measured: Mapping[str, Any]) -> list[str]:
-    """Format the slowest group of each axis, with bandwidths as in the NCCL tests."""
-    slowest = slowest_groups(Rate(**fields) for fields in measured["collectives"])
-    rates = [rate / 1e9 for rate in measured["products"]]
-    lines = [f"Matmuls: {min(rates):,.1f} to {max(rates):,.1f} GFLOP/s on {len(rates)} {plural(len(rates), 'rank')}."]
-    if links := [rate / 1e6 for _, _, rate in measured["links"]]:
-        lines.append(f"Links between nodes: {min(links):,.0f} to {max(links):,.0f} MB/s.")
-    if not slowest:
-        return lines
-    rows: list[tuple[str, ...]] = [("axis", "collective", "ranks", "size", "time", "algorithm", "bus")]
-    for rate in slowest:
-        size = f"{rate.size >> 20} MiB" if rate.size >= 1 << 20 else f"{rate.size >> 10} KiB"
-        bandwidths = [f"{each / 1e9:.3f} GB/s" for each in (rate.algorithm_bandwidth, rate.bus_bandwidth)]
-        rows.append((rate.axis, rate.kind, str(rate.ranks), size, f"{1e6 * rate.seconds:,.0f} us", *bandwidths))
-    return [*lines, "", *text_table(rows, left=2)]
 
 
 def _block(finding: Finding, colour: bool) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,9 +56,15 @@ def finding_of_problem(check: str, problem: Problem, where: str) -> Finding:
     return Finding(check, BREAKS, where, f"{problem.field}{value}: {problem.rule}", problem.instead)
 
 
-def majority(values: Sequence[Any]) -> Any:
-    """Return the most frequent value, the first one if several are equally frequent; ``values`` is not empty."""
-    return Counter(values).most_common(1)[0][0]
+def odd_ones(nodes: Sequence[NodeState], values: Sequence[Any]) -> Iterator[tuple[NodeState, Any, NodeState, Any]]:
+    """Yield (node, its value, a node with the usual value, the usual value) of each node with a different value.
+
+    The usual value is the most frequent one, the first if several are equally frequent.
+    """
+    for usual, _ in Counter(values).most_common(1):
+        like = nodes[values.index(usual)]
+        different = [pair for pair in zip(nodes, values, strict=True) if pair[1] != usual]
+        yield from ((node, value, like, usual) for node, value in different)
 
 
 def names(nodes: Sequence[NodeState]) -> str:

@@ -16,7 +16,7 @@ from megatron_llama.system.installed import missing_packages, pip_install
 from megatron_llama.system.programs import CONF_DIR, PACKAGE, commit
 from megatron_llama.system.tables import GIB, gib
 from megatron_llama.tools.common import package_version
-from megatron_llama.tools.doctor.finding import BREAKS, WARNS, Finding, NodeState, majority, names
+from megatron_llama.tools.doctor.finding import BREAKS, WARNS, Finding, NodeState, names, odd_ones
 from megatron_llama.tools.doctor.network import ClockReading
 
 HARDWARE = "devices"
@@ -46,12 +46,7 @@ def judge_hardware(nodes: Sequence[NodeState]) -> Iterator[Finding]:
             yield Finding(HARDWARE, BREAKS, node.name, reason, remedy)
     there = [node for node in nodes if "device" in node.seen[HARDWARE]]
     for name in ("device", "count", "devices", "driver", "processor"):
-        values = [node.seen[HARDWARE].get(name) for node in there]
-        usual = majority(values) if values else None
-        for node, value in zip(there, values, strict=True):
-            if value == usual:
-                continue
-            like = next(other for other in there if other.seen[HARDWARE].get(name) == usual)
+        for node, value, like, usual in odd_ones(there, [node.seen[HARDWARE].get(name) for node in there]):
             message = f"{value} devices" if name == "count" else f"{name}: {value}"
             severity, message = BREAKS if name == "device" else WARNS, f"{message}; {like.name} has {usual}"
             yield Finding(HARDWARE, severity, node.name, message, _remedy(name, node, like))
@@ -136,12 +131,8 @@ def judge_versions(nodes: Sequence[NodeState]) -> Iterator[Finding]:
         remedy = f"run {pip_install()} on that node"
         yield Finding(VERSIONS, BREAKS, names(lacking), f"{package} is not installed", remedy)
     for name in ("python", *PACKAGES, PROGRAM):
-        versions = [node.seen[VERSIONS][name] for node in nodes]
-        usual = majority([version for version in versions if version is not None] or [None])
-        for node, version in zip(nodes, versions, strict=True):
-            if version is None or version == usual:
-                continue
-            like = next(other for other in nodes if other.seen[VERSIONS][name] == usual)
+        with_version = [node for node in nodes if node.seen[VERSIONS][name] is not None]
+        for node, _, like, _ in odd_ones(with_version, [node.seen[VERSIONS][name] for node in with_version]):
             yield _difference(name, node, like)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from megatron_llama.launch.environment import ProcessContext, address_of_interface, addresses_of, is_loopback
 from megatron_llama.launch.job_store import QUIET, JobStore, LaunchFailed, StoreLost
 from megatron_llama.launch.rendezvous import check_first_address, listen, wait_until_reachable
-from megatron_llama.tools.doctor.finding import BREAKS, NOTES, WARNS, Finding, NodeState, majority
+from megatron_llama.tools.doctor.finding import BREAKS, NOTES, WARNS, Finding, NodeState, odd_ones
 
 INTERFACES = "interfaces"
 GLOO = "GLOO_SOCKET_IFNAME"
@@ -67,7 +67,8 @@ def judge_interfaces(nodes: Sequence[NodeState]) -> Iterator[Finding]:
                 message = f"{variable}={text} selects {'only loopback' if taken else 'no interface of this node'}"
                 listed = ", ".join(f"{name} ({each['address']})" for name, each in usable.items())
                 good = interface_of_node(node)
-                remedy = f"set {variable}={good}, or unset it" if good else _UNSET
+                unset = "unset it: train.py selects the interface that reaches the first node"
+                remedy = f"set {variable}={good}, or unset it" if good else unset
                 yield Finding(INTERFACES, BREAKS, node.name, f"{message}; available: {listed}", remedy)
         if GLOO not in seen["asked"] and (not seen["own"] or is_loopback(seen["own"][0])):
             meaning = seen["own"][0] if seen["own"] else "nothing"
@@ -75,19 +76,14 @@ def judge_interfaces(nodes: Sequence[NodeState]) -> Iterator[Finding]:
             remedy = f"train.py needs no fix: it selects {interface_of_node(node) or 'the right interface'};"
             yield Finding(INTERFACES, NOTES, node.name, message, f"{remedy} for other programs correct /etc/hosts")
     for quantity, words in (("mtu", "MTU"), ("megabits", "speed in Mbit/s")):
-        names = [interface_of_node(node) for node in nodes]
-        used = [node.seen[INTERFACES]["interfaces"].get(name, {}) for node, name in zip(nodes, names, strict=True)]
-        usual = majority([interface.get(quantity) for interface in used])
-        for node, name, interface in zip(nodes, names, used, strict=True):
-            value = interface.get(quantity)
-            if value is not None and usual is not None and value != usual:
+        used = [node.seen[INTERFACES]["interfaces"].get(interface_of_node(node), {}) for node in nodes]
+        for node, value, _, usual in odd_ones(nodes, [interface.get(quantity) for interface in used]):
+            if value is not None and usual is not None:
+                name = interface_of_node(node)
                 message = f"the {words} of {name} is {value}; on most nodes {usual}"
-                remedy = f"run ip link set {name} mtu {usual}" if quantity == "mtu" else _CABLE
+                cable = "check the cable and the switch port, or exclude the node"
+                remedy = f"run ip link set {name} mtu {usual}" if quantity == "mtu" else cable
                 yield Finding(INTERFACES, WARNS, node.name, message, remedy)
-
-
-_UNSET = "unset it: train.py selects the interface that reaches the first node"
-_CABLE = "check the cable and the switch port, or exclude the node"
 
 
 def matches(text: str, name: str, *, exact: bool) -> bool:
@@ -100,8 +96,7 @@ def matches(text: str, name: str, *, exact: bool) -> bool:
     negated, text = text.startswith("^"), text.removeprefix("^")
     exact_name, text = text.startswith("="), text.removeprefix("=")
     listed = [part for part in text.split(",") if part]
-    matched = name in listed if exact_name else any(name.startswith(part) for part in listed)
-    return matched != negated
+    return (name in listed if exact_name else name.startswith(tuple(listed))) != negated
 
 
 def interface_of_node(node: NodeState) -> str | None:

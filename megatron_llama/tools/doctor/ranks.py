@@ -24,6 +24,7 @@ from megatron_llama.parallel.groups import current_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.system.files import write_atomically
+from megatron_llama.system.tables import plural, text_table
 from megatron_llama.tools.common import show_line
 from megatron_llama.tools.doctor.finding import WARNS, Finding
 
@@ -50,7 +51,11 @@ def measure_ranks(folder: str, plan: Plan) -> None:
 
         on_start("matmuls")
         rank_results: list[Any] = [None] * plan.world_size
-        dist.all_gather_object(rank_results, (socket.gethostname(), _matmul_rate(plan, device, torch_device)))
+        size = LARGE_MATMUL_SIZE if device.is_accelerator else MATMUL_SIZE
+        dtype = getattr(torch, plan.precision.compute_dtype.removeprefix("torch."))
+        dist.barrier()  # all ranks compute at once
+        rate = matmul_rate(size, dtype, SECONDS, torch_device, device.synchronize)
+        dist.all_gather_object(rank_results, (socket.gethostname(), rate))
         results: dict[str, Any] = {
             "hosts": [host for host, _ in rank_results],
             "products": [rate for _, rate in rank_results],
@@ -67,14 +72,6 @@ def measure_ranks(folder: str, plan: Plan) -> None:
 def first_ranks(hosts: Sequence[str]) -> list[int]:
     """Return the first rank of each host, given the host name of each rank."""
     return [hosts.index(host) for host in dict.fromkeys(hosts)]
-
-
-def _matmul_rate(plan: Plan, device: Device, torch_device: torch.device) -> float:
-    """Return the FLOP/s of the fastest of several matmuls while all ranks compute."""
-    size = LARGE_MATMUL_SIZE if device.is_accelerator else MATMUL_SIZE
-    dtype = getattr(torch, plan.precision.compute_dtype.removeprefix("torch."))
-    dist.barrier()
-    return matmul_rate(size, dtype, SECONDS, torch_device, device.synchronize)
 
 
 def pairing_rounds(count: int) -> Iterator[list[tuple[int, int]]]:
@@ -121,6 +118,23 @@ def _send(buffer: torch.Tensor, sender: int, receiver: int, device: Device) -> f
         dist.send(word, sender)
     device.synchronize()
     return time.perf_counter() - start
+
+
+def speed_table(measured: Mapping[str, Any]) -> list[str]:
+    """Format the slowest group of each axis, with bandwidths as in the NCCL tests."""
+    slowest = slowest_groups(Rate(**fields) for fields in measured["collectives"])
+    rates = [rate / 1e9 for rate in measured["products"]]
+    lines = [f"Matmuls: {min(rates):,.1f} to {max(rates):,.1f} GFLOP/s on {len(rates)} {plural(len(rates), 'rank')}."]
+    if links := [rate / 1e6 for _, _, rate in measured["links"]]:
+        lines.append(f"Links between nodes: {min(links):,.0f} to {max(links):,.0f} MB/s.")
+    if not slowest:
+        return lines
+    rows: list[tuple[str, ...]] = [("axis", "collective", "ranks", "size", "time", "algorithm", "bus")]
+    for rate in slowest:
+        size = f"{rate.size >> 20} MiB" if rate.size >= 1 << 20 else f"{rate.size >> 10} KiB"
+        bandwidths = [f"{each / 1e9:.3f} GB/s" for each in (rate.algorithm_bandwidth, rate.bus_bandwidth)]
+        rows.append((rate.axis, rate.kind, str(rate.ranks), size, f"{1e6 * rate.seconds:,.0f} us", *bandwidths))
+    return [*lines, "", *text_table(rows, left=2)]
 
 
 # Slow ranks, links and groups: measurements far below the median.
@@ -326,10 +340,6 @@ class Rate:
 
         The factors are from doc/PERFORMANCE.md of the NCCL tests.
         """
-        return self.algorithm_bandwidth * bus_factor(self.kind, self.ranks)
-
-
-def bus_factor(kind: str, ranks: int) -> float:
-    """Return the bytes over a link per payload byte."""
-    once = (ranks - 1) / ranks
-    return {"all_reduce": 2 * once, "all_gather": once, "reduce_scatter": once, "send_recv": 1.0}[kind]
+        once = (self.ranks - 1) / self.ranks
+        factors = {"all_reduce": 2 * once, "all_gather": once, "reduce_scatter": once, "send_recv": 1.0}
+        return self.algorithm_bandwidth * factors[self.kind]
