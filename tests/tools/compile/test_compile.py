@@ -126,14 +126,6 @@ def test_a_failing_compiler_fails_the_job(job: Job) -> None:
     assert os.listdir(job.folder / "ahead" / "run") == ["compile"], "files of the run are not changed"
 
 
-def test_config_errors_exit_with_2(job: Job) -> None:
-    for argument in ([], ["--one-per-stage"]):
-        invalid = ("trainer.tp=3", "trainer.seed=-1", "trainer.stepss=1")
-        status, output, _ = job.run(f"ahead {len(argument)}", *argument, *SMALL, *invalid)
-        assert status == 2 and "Traceback" not in output
-        assert all(name in output for name in ("trainer.tp", "trainer.seed", "trainer.stepss"))
-
-
 def test_a_rank_waits_for_slower_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's limit is 5 minutes. A rank that failed for it would end the ranks that compile."""
     limits = []

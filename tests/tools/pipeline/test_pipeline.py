@@ -107,18 +107,6 @@ def two_stages() -> PipelineTimeline:
     return lanes.earliest_timeline([order] * 2, lambda rank, pass_: (3 if rank else 1) * unit_seconds(rank, pass_))
 
 
-def test_a_stage_waits_for_the_slower_one() -> None:
-    timeline = two_stages()
-    assert [span[1:] for span in timeline.ranks[0]] == [(0, 1), (10, 12)]
-    assert [span[1:] for span in timeline.ranks[1]] == [(1, 4), (4, 10)]
-    assert timeline.seconds == 12 and [timeline.busy(0), timeline.busy(1)] == [3, 9]
-    assert timeline.bubble == pytest.approx(0.5)
-    assert [(sender, sent.end, receiver, used.start) for sender, sent, receiver, used in timeline.messages] == [
-        (1, 10, 0, 10),
-        (0, 1, 1, 1),
-    ]
-
-
 def test_a_diagram_has_every_pass_and_message() -> None:
     timeline = two_stages()
     panels = [Panel("above", "ms", timeline), Panel("below & last", "ms", timeline, scale=0.5)]

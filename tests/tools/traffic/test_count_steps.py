@@ -67,10 +67,10 @@ LAYOUTS = {
     "pp2": (2, f"pp=2 {FEW}"),
     "pp3, uneven": (3, f"pp=3 pipeline_layers=[2,1,1] {FEW}"),
     "pp2·vpp2": (2, f"pp=2 vpp=2 {FEW}"),
-    "dp2, zero 0": (2, f"zero=0 {FEW}"),
-    "dp2, zero 1": (2, f"zero=1 {FEW}"),
-    "dp2, zero 2": (2, f"zero=2 {FEW}"),
-    "dp2, zero 3": (2, f"zero=3 {FEW}"),
+    "dp2, zero 0": (2, f"zero=0 micro_batch_size=1 {FEW}"),
+    "dp2, zero 1": (2, f"zero=1 micro_batch_size=1 {FEW}"),
+    "dp2, zero 2": (2, f"zero=2 micro_batch_size=1 {FEW}"),
+    "dp2, zero 3": (2, f"zero=3 micro_batch_size=1 {FEW}"),
     "dp3, zero 3, bf16, rows that don't divide": (3, f"zero=3 precision=bf16 global_batch_size=6 {ODD}"),
     "tp2·dp2+sp, zero 2, bf16_sr": (4, "tp=2 zero=2 precision=bf16_sr"),
     "dp2, zero 1, fp32_ZeroOptMaster": (2, "zero=1 precision=fp32_ZeroOptMaster"),
@@ -140,6 +140,10 @@ def differences(world_size: int, text: str) -> list[tuple]:
 
 # Each kind of collective on each axis with every `make test`.
 QUICK = {
+    "tp2",
+    "dp2, zero 0",
+    "dp2, zero 2",
+    "dp2, zero 3",
     "tp2+sp, odd vocabulary, tied",
     "pp2·vpp2",
     "dp4, hybrid, zero 2",
