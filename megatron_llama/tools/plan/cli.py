@@ -8,9 +8,14 @@ import json
 import sys
 from collections.abc import Sequence
 
+from megatron_llama.config import ConfigError, Problem
 from megatron_llama.system.exit_status import EXIT_FAILED
+from megatron_llama.system.programs import IN_CHECKOUT
+from megatron_llama.system.tables import GIB, text_table
 from megatron_llama.system.wrapping import wrap_lines
 from megatron_llama.tools.common import NO_FILES, run_tool
+from megatron_llama.tools.forecast.hardware import devices
+from megatron_llama.tools.plan.forecast_run import forecast_run, report_json, report_lines
 
 USAGE = """\
 usage: python scripts/plan.py [--json] [group=choice ...]
@@ -72,8 +77,6 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _plan(overrides: Sequence[str], as_json: bool) -> int:
-    from megatron_llama.tools.plan.forecast_run import forecast_run, report_json, report_lines
-
     forecast = forecast_run([*overrides, *NO_FILES, "dry_run=true"])
     text = json.dumps(report_json(forecast), indent=1) if as_json else "\n".join(report_lines(forecast))
     sys.stdout.write(text + "\n")
@@ -82,9 +85,6 @@ def _plan(overrides: Sequence[str], as_json: bool) -> int:
 
 def _published(arguments: Sequence[str], as_json: bool) -> int:
     """Run `python -m benchmarks published`, which a checkout has."""
-    from megatron_llama.config import ConfigError, Problem
-    from megatron_llama.system.programs import IN_CHECKOUT
-
     if not IN_CHECKOUT:
         advice = "run python -m benchmarks published runs.csv in a checkout"
         raise ConfigError([Problem(PUBLISHED, None, "needs a checkout of the repository", advice)])
@@ -94,8 +94,7 @@ def _published(arguments: Sequence[str], as_json: bool) -> int:
 
 
 def _calibrate(others: Sequence[str]) -> int:
-    from megatron_llama.config import ConfigError, Problem
-    from megatron_llama.tools.plan.measure_machine import calibrate
+    from megatron_llama.tools.plan.measure_machine import calibrate  # needs torch
 
     if others:
         rule, advice = "accepts no other argument", "remove the other arguments"
@@ -104,9 +103,6 @@ def _calibrate(others: Sequence[str]) -> int:
 
 
 def _devices() -> int:
-    from megatron_llama.system.tables import GIB, text_table
-    from megatron_llama.tools.forecast.hardware import devices
-
     head = ("device", "bf16 TFLOP/s", "fp8", "memory GiB", "TB/s", "per node", "link GB/s", "net GB/s")
     rows = [
         (

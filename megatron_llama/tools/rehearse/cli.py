@@ -7,17 +7,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from megatron_llama.config import ConfigError, Problem
+from megatron_llama.plan import Plan, batch_line, layout_lines
 from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_FAILED
+from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.tables import GIB
 from megatron_llama.tools.common import MOCK_RUN, run_tool
-
-if TYPE_CHECKING:
-    from megatron_llama.plan import Plan
-    from megatron_llama.tools.planned_run import Hardware
+from megatron_llama.tools.figures import draw_memory
+from megatron_llama.tools.planned_run import Hardware, read_planned_run
+from megatron_llama.tools.rehearse.report import Rehearsal, as_json, free_bytes, lines
 
 USAGE = """\
 usage: python scripts/rehearse.py [--ranks 0,31,127] [--json]
@@ -68,11 +69,21 @@ def _run(argv: Sequence[str]) -> int:
     arguments, overrides = parser.parse_known_args(argv)
     plan, notes, hardware = read_rehearsal(overrides)
     ranks = representative_ranks(plan) if arguments.ranks is None else _ranks(arguments.ranks, plan)
-    if arguments.json:
-        from megatron_llama.tools.rehearse.rehearsal import rehearse
-        from megatron_llama.tools.rehearse.text import as_json, free_bytes
+    from megatron_llama.tools.rehearse.rehearsal import rehearse  # needs torch
 
-        rehearsals = [rehearse(plan, rank) for rank in ranks]
+    if not arguments.json:
+        head = [*hardware.head(), *layout_lines(plan, hardware.title), *notes]
+        sys.stdout.write("\n".join(head) + "\n")
+    status, reports = 0, []
+    for rank in ranks:
+        rehearsal = rehearse(plan, rank)
+        if (free_bytes(rehearsal, plan) or 0) < 0:
+            status = EXIT_FAILED
+        if arguments.json:
+            reports.append(as_json(rehearsal))
+        else:
+            _report(plan, rehearsal, hardware.title, arguments.pictures)
+    if arguments.json:
         trainer = plan.config.trainer
         report = {
             "hardware": hardware.title,
@@ -80,37 +91,23 @@ def _run(argv: Sequence[str]) -> int:
             "seq_length": plan.config.data.length,
             "precision": trainer.precision,
             "notes": notes,
-            "ranks": [as_json(each) for each in rehearsals],
+            "ranks": reports,
         }
         sys.stdout.write(json.dumps(report, indent=1) + "\n")
-        return EXIT_FAILED if any((free_bytes(each, plan) or 0) < 0 for each in rehearsals) else 0
-    return _report(plan, notes, hardware, ranks, arguments.pictures)
-
-
-def _report(plan: Plan, notes: Sequence[str], hardware: Hardware, ranks: Sequence[int], pictures: Path) -> int:
-    """Rehearse ranks, print their reports and draw their pictures; return the exit status."""
-    from megatron_llama.plan import batch_line, layout_lines
-    from megatron_llama.system.files import write_atomically
-    from megatron_llama.tools.figures import draw_memory
-    from megatron_llama.tools.rehearse.rehearsal import rehearse
-    from megatron_llama.tools.rehearse.text import free_bytes, lines
-
-    sys.stdout.write("\n".join([*hardware.head(), *layout_lines(plan, hardware.title), *notes]) + "\n")
-    status = 0
-    for rank in ranks:
-        rehearsal = rehearse(plan, rank)
-        if (free_bytes(rehearsal, plan) or 0) < 0:
-            status = EXIT_FAILED
-        path = pictures / f"{plan.model.name}_rank_{rank}_of_{plan.world_size}.png"
-        pictures.mkdir(parents=True, exist_ok=True)
-        title = f"{plan.model.name}, rank {rank} of {plan.world_size}: memory of a training step"
-        title += f"\n{batch_line(plan.config, hardware.title)}"
-        axis = "allocations and frees of a step; F: forward, B: backward of a micro batch"
-        memory = plan.config.device.memory_gib
-        write_atomically(path, draw_memory(rehearsal.timeline, title=title, axis=axis, memory_gib=memory))
-        sys.stdout.write("\n".join(["", *lines(rehearsal, plan), "", f"  memory over time: {path}"]) + "\n")
-        sys.stdout.flush()
     return status
+
+
+def _report(plan: Plan, rehearsal: Rehearsal, hardware: str, pictures: Path) -> None:
+    """Print the report of a rank and draw its picture."""
+    path = pictures / f"{plan.model.name}_rank_{rehearsal.rank}_of_{plan.world_size}.png"
+    pictures.mkdir(parents=True, exist_ok=True)
+    title = f"{plan.model.name}, rank {rehearsal.rank} of {plan.world_size}: memory of a training step"
+    title += f"\n{batch_line(plan.config, hardware)}"
+    axis = "allocations and frees of a step; F: forward, B: backward of a micro batch"
+    memory = plan.config.device.memory_gib
+    write_atomically(path, draw_memory(rehearsal.timeline, title=title, axis=axis, memory_gib=memory))
+    sys.stdout.write("\n".join(["", *lines(rehearsal, plan), "", f"  memory over time: {path}"]) + "\n")
+    sys.stdout.flush()
 
 
 def read_rehearsal(overrides: Sequence[str]) -> tuple[Plan, list[str], Hardware]:
@@ -119,8 +116,6 @@ def read_rehearsal(overrides: Sequence[str]) -> tuple[Plan, list[str], Hardware]
     ``device.memory_gib`` does not reject the plan, so that configs that do not fit can be rehearsed.
     Raises ConfigError with all problems.
     """
-    from megatron_llama.tools.planned_run import read_planned_run
-
     run = read_planned_run(overrides, [*MOCK_RUN, "data.name=rehearsal", "dry_run=true"])
     config, spec = run.world.config, run.hardware.spec
     notes = []
@@ -151,8 +146,6 @@ def representative_ranks(plan: Plan) -> list[int]:
 
 
 def _ranks(listed: str, plan: Plan) -> list[int]:
-    from megatron_llama.config import ConfigError, Problem
-
     words = listed.split(",")
     invalid = [word for word in words if not word.strip().isdecimal() or int(word) >= plan.world_size]
     if invalid:

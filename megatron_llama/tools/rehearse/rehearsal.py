@@ -34,8 +34,7 @@ from megatron_llama.tools.forecast.parameters import any_layer
 from megatron_llama.tools.forecast.traffic import Amount, Traffic
 from megatron_llama.tools.recorder import BACKWARD, FORWARD, RECOMPUTED, Modules, TrafficCounter
 from megatron_llama.tools.rehearse.report import DispatchedOperator, Flops, MemoryKind, OperatorCount, Rehearsal
-from megatron_llama.tools.rehearse.text import History
-from megatron_llama.tools.rehearse.watch import Operation, StepWatcher
+from megatron_llama.tools.rehearse.watch import History, Operation, StepWatcher
 from megatron_llama.tools.steps import open_steps
 from megatron_llama.topology import Topology
 

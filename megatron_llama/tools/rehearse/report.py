@@ -1,16 +1,19 @@
-"""Results of a rehearsal. Does not import torch."""
+"""Results of a rehearsal, and their text and JSON. Does not import torch."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from megatron_llama.plan import Plan
+from megatron_llama.system.tables import GIB, gib, short_count, text_table, wrapped_table
+from megatron_llama.system.wrapping import WIDTH
 from megatron_llama.tools.figures import MemoryTimeline
-from megatron_llama.tools.forecast.traffic import Traffic
+from megatron_llama.tools.forecast.traffic import Traffic, wire_bytes
 
 
 class MemoryKind(StrEnum):
@@ -179,3 +182,114 @@ def unlisted_operators(
     """Return the aten operators without an entry in ``names``, except views, which need no kernel."""
     computing = (operator for operator in operators if operator.namespace == "aten" and not operator.view)
     return tuple(operator for operator in computing if find_listed_name(operator.name, names) is None)
+
+
+# A rehearsal as text and as JSON.
+MAX_HOLDERS = 12
+TITLES = {"pp": "pipeline stage", "dp": "data-parallel", "cp": "context-parallel", "tp": "tensor-parallel"}
+"""Long names of the axes."""
+
+
+def lines(rehearsal: Rehearsal, plan: Plan) -> Iterator[str]:
+    """Format the report of one rank."""
+    places = [
+        f"{TITLES.get(axis, axis)} {rehearsal.place[axis] + 1} of {plan.grid.sizes[axis]}"
+        for axis in reversed(plan.grid.listed)
+    ]
+    yield f"rank {rehearsal.rank}: {', '.join(places)}"
+    count, total = rehearsal.rehearsed_microbatches, rehearsal.microbatches
+    batches = "micro batch" if total == 1 else "micro batches"
+    some = f"{total} {batches}" if count == total else f"{count} of {total} {batches}; the rest repeats them"
+    yield f"  rehearsed in {rehearsal.seconds:.0f} s: a step of {some}"
+    yield from ("", *_memory(rehearsal, plan))
+    yield from ("", f"  largest tensors at the peak, of {len(rehearsal.holders)} groups:", *_holders(rehearsal))
+    yield from ("", "  FLOPs per step, by module", *_flops(rehearsal))
+    yield from ("", "  bytes sent per step", *_traffic(rehearsal))
+    yield from ("", *_operator_counts(rehearsal.synchronizations, "host waits for the device"))
+    yield from ("", *_operator_counts(rehearsal.dynamic, "data-dependent or changing shapes"))
+    yield from _operators(rehearsal, plan.config.device.name)
+
+
+def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
+    """Return all fields except the timeline as JSON values."""
+    places = {f"{axis}_rank": position for axis, position in reversed(rehearsal.place.items())}
+    others = {field.name: getattr(rehearsal, field.name) for field in fields(rehearsal)}
+    del others["timeline"], others["place"]
+    report = {"rank": others.pop("rank"), **places, **others}
+    report["holders"] = [holder._asdict() for holder in rehearsal.holders]
+    report["flops"] = {module: flops._asdict() for module, flops in rehearsal.flops.items()}
+    report["traffic"] = [{**line._asdict(), **amount._asdict()} for line, amount in rehearsal.traffic.items()]
+    for name in ("synchronizations", "dynamic"):
+        report[name] = [vars(item) for item in report[name]]
+    report["operators"] = [operator._asdict() for operator in rehearsal.operators]
+    return report
+
+
+def _memory(rehearsal: Rehearsal, plan: Plan) -> Iterator[str]:
+    kinds = [kind for kind in MemoryKind if rehearsal.most.get(kind)]
+    rows: list[tuple[str, ...]] = [("memory", "at peak", "maximum", "between steps")]
+    for kind in kinds:
+        columns = (rehearsal.at_peak, rehearsal.most, rehearsal.at_rest)
+        rows.append((kind, *(gib(column[kind]) if column.get(kind) else "" for column in columns)))
+    rows.append(("total", gib(rehearsal.peak), "", gib(sum(rehearsal.at_rest.values()))))
+    yield from (f"  {row}" for row in text_table(rows, left=1))
+    yield f"  peak: {rehearsal.moment}"
+    if (spare := free_bytes(rehearsal, plan)) is not None:
+        fits = f"fits, {gib(spare)} free" if spare >= 0 else f"DOES NOT FIT, {gib(-spare)} over"
+        yield f"  device memory {plan.config.device.memory_gib:g} GiB: {fits}, without allocator overhead"
+
+
+def free_bytes(rehearsal: Rehearsal, plan: Plan) -> int | None:
+    """Return the bytes of device memory free at the peak, negative if the rank does not fit; None if unknown."""
+    memory = plan.config.device.memory_gib
+    return None if memory is None else int(memory * GIB) - rehearsal.peak
+
+
+def _holders(rehearsal: Rehearsal) -> Iterator[str]:
+    rows = []
+    for holder in rehearsal.holders[:MAX_HOLDERS]:
+        shape = ", ".join(map(str, holder.shape))
+        where = f"{holder.operation} in {holder.module}"
+        dtype = holder.dtype.replace("float", "fp").replace("bfp", "bf")
+        kind = holder.kind.removeprefix("activations: ")
+        rows.append((gib(holder.size), f"{holder.tensors} x {dtype} [{shape}]", kind, where))
+    yield from _indented(rows)
+
+
+def _flops(rehearsal: Rehearsal) -> Iterator[str]:
+    rows: list[tuple[str, ...]] = [("", "forward", "backward", "recomputed")]
+    for module, flops in (*rehearsal.flops.items(), ("total", rehearsal.total_flops)):
+        rows.append((module, *(short_count(count) if count else "" for count in flops)))
+    yield from (f"    {row}" for row in text_table(rows, left=1))
+
+
+def _traffic(rehearsal: Rehearsal) -> Iterator[str]:
+    rows: list[tuple[str, ...]] = [("axis", "kind", "ranks", "calls", "payload", "wire")]
+    for line, (calls, payload) in rehearsal.traffic.items():
+        rows.append((*map(str, line), f"{calls:,}", gib(payload), gib(int(wire_bytes(line, payload)))))
+    yield from (f"    {row}" for row in text_table(rows, left=2))
+
+
+def _operator_counts(counts: Sequence[OperatorCount], title: str) -> Iterator[str]:
+    if not counts:
+        yield f"  {title}: none"
+        return
+    yield f"  {title}, calls per step:"
+    yield from _indented([(f"{item.count:,}", item.what, item.place) for item in counts])
+
+
+def _operators(rehearsal: Rehearsal, device: str) -> Iterator[str]:
+    names = published_operators(device)
+    if names is None:
+        return
+    missing = unlisted_operators(rehearsal.operators, names)
+    title = f"  operators missing from the vendor's list for device={device}"
+    yield from ("", title, "  (with calls in the rehearsed micro batches):") if missing else ("", f"{title}: none")
+    yield from _indented(
+        [(f"{each.calls:,}", each.name, ", ".join(filter(None, (each.module, each.place)))) for each in missing]
+    )
+
+
+def _indented(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield rows as an indented table; the last column is wrapped."""
+    yield from (f"    {line}" for line in wrapped_table(rows, WIDTH - 4))

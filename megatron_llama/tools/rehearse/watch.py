@@ -13,19 +13,22 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from megatron_llama.tools.figures import MemoryTimeline
 from megatron_llama.tools.forecast.parameters import any_layer
-from megatron_llama.tools.recorder import BACKWARD, Modules, Place, TrafficCounter
-from megatron_llama.tools.rehearse.report import MemoryKind
+from megatron_llama.tools.recorder import BACKWARD, FORWARD, RECOMPUTED, Modules, Place, TrafficCounter
+from megatron_llama.tools.rehearse.report import Holder, MemoryKind
 
 _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_"
 # (module of the caller, functions or () for all, kind): the innermost listed frame decides.
@@ -82,13 +85,15 @@ def _flop_formulas() -> dict[Any, Any]:
     return {packet: with_ints(formula) for packet, formula in flop_registry.items()} | flash
 
 
+@dataclass(slots=True)
 class StorageRecord:
     """Origin and kind of a storage."""
 
-    __slots__ = ("dtype", "kind", "module", "operation", "shape")
-
-    def __init__(self, kind: str, module: str, operation: str, shape: tuple[int, ...], dtype: str) -> None:
-        self.kind, self.module, self.operation, self.shape, self.dtype = kind, module, operation, shape, dtype
+    kind: str
+    module: str
+    operation: str
+    shape: tuple[int, ...]
+    dtype: str
 
 
 class StepWatcher(TorchDispatchMode):
@@ -309,3 +314,75 @@ def _caller() -> str:
         if module.startswith("megatron") and not module.startswith("megatron_llama.tools"):
             return f"{module}:{frame.f_lineno} ({function})"
     return "torch"
+
+
+# Memory of a step, from the changes that a watcher has recorded.
+
+
+class History:
+    """Memory of the step that begins at construction."""
+
+    def __init__(self, records: Sequence[StorageRecord], changes: Sequence[tuple[int, int]]) -> None:
+        self._records, self._changes, self._begin = records, changes, len(changes)
+
+    def summary(self, marks: Sequence[tuple[int, Place]], runs: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        """Return the memory fields of ``Rehearsal``. ``runs`` are (chunk, micro batch) of the forward passes."""
+        changes = np.array(self._changes, dtype=np.int64).reshape(-1, 2)
+        numbers: dict[str, int] = {kind: number for number, kind in enumerate(MemoryKind)}
+        kinds = np.array([numbers[record.kind] for record in self._records], dtype=np.int64)
+        before, after = changes[: self._begin], changes[self._begin :]
+        start = np.bincount(kinds[before[:, 0]], before[:, 1], len(MemoryKind)).astype(np.int64)
+        steps = np.zeros((len(after) + 1, len(MemoryKind)), np.int64)
+        steps[0] = start
+        steps[np.arange(1, len(steps)), kinds[after[:, 0]]] = after[:, 1]
+        alive = steps.cumsum(axis=0)
+        totals = alive[:, : numbers[MemoryKind.HOST]].sum(axis=1)  # HOST is the last kind
+        peak = int(totals.argmax())
+        marked = [(change - self._begin, place) for change, place in marks]
+        last = [place for change, place in marked if change <= peak]
+        storage = self._records[after[peak - 1, 0]] if peak else None
+        where = f", in {storage.module}: {storage.operation}" if storage else ""
+        return {
+            "peak": int(totals[peak]),
+            "at_peak": _nonzero_kinds(alive[peak]),
+            "most": _nonzero_kinds(alive.max(axis=0)),
+            "moment": (_pass_name(last[-1], runs) if last else "before the first pass") + where,
+            "holders": self._holders(changes[: self._begin + peak]),
+            "timeline": MemoryTimeline(tuple(MemoryKind), np.arange(len(alive)), alive, tuple(_passes(marked, runs))),
+        }
+
+    def _holders(self, changes: Any) -> tuple[Holder, ...]:
+        sizes = np.bincount(changes[:, 0], changes[:, 1], len(self._records)).astype(np.int64)
+        groups: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0])
+        for number in np.flatnonzero(sizes):
+            record = self._records[int(number)]
+            group = groups[record.kind, any_layer(record.module), record.operation, record.shape, record.dtype]
+            group[0] += int(sizes[number])
+            group[1] += 1
+        holders = [Holder(size, count, *key) for key, (size, count) in groups.items()]
+        return tuple(sorted(holders, key=lambda holder: -holder.size))
+
+
+def _nonzero_kinds(row: Any) -> Mapping[str, int]:
+    return {kind: int(size) for kind, size in zip(MemoryKind, row, strict=True) if size}
+
+
+def _pass_name(place: Place, runs: Sequence[tuple[int, int]]) -> str:
+    if place.run < 0:
+        return "outside of forward and backward"
+    chunk, microbatch = runs[place.run]
+    several = f", chunk {chunk}" if any(other for other, _ in runs) else ""
+    phase = "recomputation" if place.phase == RECOMPUTED else place.phase
+    return f"{phase} of micro batch {microbatch}{several}"
+
+
+def _passes(marked: Sequence[tuple[int, Place]], runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, str]]:
+    """Yield the change at which each pass begins, and its name; recomputation belongs to the backward pass."""
+    last, several = "", any(chunk for chunk, _ in runs)
+    for change, place in marked:
+        if place.run >= 0:
+            chunk, microbatch = runs[place.run]
+            name = f"{'F' if place.phase == FORWARD else 'B'}{microbatch}" + (f"'{chunk}" if several else "")
+            if name != last:
+                yield change, name
+            last = name

@@ -233,21 +233,12 @@ def pipeline_svg(run: Run) -> str | None:
 
 def only_layout(config: Config) -> Config:
     """Return the model, layout and batch of a config, so that its plan opens no file and needs no device."""
-    trainer = config.trainer
-    layout = {axis.name: getattr(trainer, axis.name) for axis in AXES}
+    names = [*(axis.name for axis in AXES), "vpp", "pipeline_layers", "micro_batch_size", "global_batch_size"]
+    names += ["recompute", "recompute_every", "precision"]
     return Config(
         model=config.model,
         data=DataConfig(name=config.data.name, mock=True, seq_length=config.data.seq_length),
-        trainer=TrainerConfig(
-            **layout,
-            vpp=trainer.vpp,
-            pipeline_layers=trainer.pipeline_layers,
-            micro_batch_size=trainer.micro_batch_size,
-            global_batch_size=trainer.global_batch_size,
-            recompute=trainer.recompute,
-            recompute_every=trainer.recompute_every,
-            precision=trainer.precision,
-        ),
+        trainer=TrainerConfig(**{name: getattr(config.trainer, name) for name in names}),
         device=DeviceConfig(name=config.device.name),
         dry_run=True,
     )

@@ -5,21 +5,27 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from megatron_llama import cli
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan, layout_lines
 from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.tables import text_table
 from megatron_llama.tools.common import MOCK_RUN, format_ranks, run_tool
-from megatron_llama.tools.forecast.traffic import Operation, step_operations
-
-if TYPE_CHECKING:
-    from megatron_llama.tools.forecast.traffic import Traffic, TrafficKey
-
+from megatron_llama.tools.forecast import traffic as forecast
+from megatron_llama.tools.forecast.traffic import (
+    Operation,
+    Traffic,
+    TrafficKey,
+    comparison_of_copies,
+    step_operations,
+    wire_bytes,
+)
+from megatron_llama.tools.planned_run import read_planned_run
 
 MEASURE = "--measure"
+HEAD = "bytes per training step and rank"
 USAGE = f"""\
 usage: python scripts/traffic.py [{MEASURE}] [group=choice ...]
                                  [section.setting=value ...]
@@ -60,9 +66,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    from megatron_llama.launch.world import find_world
-    from megatron_llama.tools.planned_run import read_planned_run
-
     measure = MEASURE in argv
     overrides = [argument for argument in argv if argument != MEASURE]
     more = [*MOCK_RUN, "data.name=traffic", "checkpoint.every_steps=null", f"dry_run={not measure}"]
@@ -74,17 +77,15 @@ def _run(argv: Sequence[str]) -> int:
     return 0
 
 
-def predicted_lines(plan: Plan, hardware: str | None = None) -> Iterator[str]:
+def predicted_lines(plan: Plan, hardware: str) -> Iterator[str]:
     """Yield the predicted table of each distinct group of ranks; the operations of each row follow it."""
-    from megatron_llama.tools.forecast.traffic import comparison_of_copies, totals, wire_bytes
-
-    yield from _head(plan, hardware)
+    yield from (*layout_lines(plan, hardware), HEAD)
     if often := plan.config.trainer.check_copies_every:
         for operation in comparison_of_copies(plan):
             kind = f"world {operation.key.kind} of {operation.payload:,}"
             yield f"every {often:,} steps in addition, {operation.label}: {kind}"
     for ranks, sent in groups_of_ranks(plan):
-        traffic = totals(sent)
+        traffic = forecast.totals(sent)
         amounts = [
             (f"{amount.calls:,}", f"{amount.payload:,}", f"{wire_bytes(line, amount.payload):,.0f}")
             for line, amount in traffic.items()
@@ -99,10 +100,6 @@ def predicted_lines(plan: Plan, hardware: str | None = None) -> Iterator[str]:
 def _table(head: Sequence[str], lines: Sequence[TrafficKey], amounts: Sequence[Sequence[str]]) -> list[str]:
     rows = [(*map(str, line), *amount) for line, amount in zip(lines, amounts, strict=True)]
     return [f"  {row}" for row in text_table([("axis", "kind", "ranks", *head), *rows], left=2)]
-
-
-def _head(plan: Plan, hardware: str | None = None) -> list[str]:
-    return [*layout_lines(plan, hardware), "bytes per training step and rank"]
 
 
 def compared_lines(by_rank: Sequence[Sequence[Traffic]]) -> Iterator[str]:
@@ -128,17 +125,16 @@ def compared_lines(by_rank: Sequence[Sequence[Traffic]]) -> Iterator[str]:
 
 def _measure(plan: Plan) -> int:
     """Run the ranks here, print the comparison and return the exit status."""
-    from megatron_llama.tools.forecast.traffic import totals
     from megatron_llama.tools.recorder import count_on_rank
     from megatron_llama.tools.steps import rank_results
 
     status, counts = rank_results(plan, count_on_rank)
     if status:
         return status
-    by_rank = [[totals(operations_of_rank(plan, rank)), *steps] for rank, steps in enumerate(counts)]
+    by_rank = [[forecast.totals(operations_of_rank(plan, rank)), *steps] for rank, steps in enumerate(counts)]
     agree = all(step == predicted for predicted, *counted in by_rank for step in counted)  # to the byte and to the call
     verdict = "every byte and every call as predicted" if agree else "NOT as predicted"
-    sys.stdout.write("\n".join([*_head(plan), *compared_lines(by_rank), "", verdict]) + "\n")
+    sys.stdout.write("\n".join([*layout_lines(plan), HEAD, *compared_lines(by_rank), "", verdict]) + "\n")
     return 0 if agree else EXIT_FAILED
 
 

@@ -11,10 +11,10 @@ from megatron_llama.tools.rehearse.report import (
     LISTS,
     Rehearsal,
     find_listed_name,
+    lines,
     published_operators,
     unlisted_operators,
 )
-from megatron_llama.tools.rehearse.text import lines
 from tests.ranks import run_ranks
 
 # The experiments' layouts and settings; the model is small, so that building it takes no time.
