@@ -10,14 +10,16 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_llama import cli
+from megatron_llama.config import Config, ConfigError, Problem, load_config
+from megatron_llama.devices import ahead_of_time_environment, get_device
+from megatron_llama.launch import run_dir
+from megatron_llama.launch.start import LocalRanks, start_ranks
+from megatron_llama.plan import Machine, Plan, resolve
+from megatron_llama.system import phase
 from megatron_llama.tools.common import MOCK_RUN, run_tool
-
-if TYPE_CHECKING:
-    from megatron_llama.config import Config
-    from megatron_llama.plan import Plan
+from megatron_llama.topology import Grid
 
 ONE_PER_STAGE = "--one-per-stage"
 USAGE = f"""\
@@ -67,9 +69,6 @@ def _run(argv: Sequence[str]) -> int:
 
 def compile_ahead(plan: Plan, representatives: Sequence[int] | None = None) -> None:
     """Compile in one process; entry point of the ranks."""
-    from megatron_llama.devices import get_device
-    from megatron_llama.system import phase
-
     phase.enter("compiling ahead", phase.UNWATCHED)
     for name, value in get_device(plan.config.device.name).ahead_of_time_environment().items():
         os.environ.setdefault(name, value)
@@ -80,9 +79,6 @@ def compile_ahead(plan: Plan, representatives: Sequence[int] | None = None) -> N
 
 def _set_ahead_of_time_environment(overrides: list[str]) -> None:
     """Set the variables with which the requested device compiles without hardware, before device detection."""
-    from megatron_llama.config import ConfigError, load_config
-    from megatron_llama.devices import ahead_of_time_environment
-
     try:
         name = load_config(overrides, cli.CONF_DIR).device.name
     except ConfigError:
@@ -93,11 +89,6 @@ def _set_ahead_of_time_environment(overrides: list[str]) -> None:
 
 def _plan(config: Config) -> Plan:
     """Resolve the plan of the world for this machine's device."""
-    from megatron_llama.config import ConfigError, Problem
-    from megatron_llama.devices import get_device
-    from megatron_llama.plan import Machine, resolve
-    from megatron_llama.topology import Grid
-
     trainer = config.trainer
     if trainer.async_tp:
         rule = f"its matmuls need the memory of other tp ranks, which {ONE_PER_STAGE} does not start"
@@ -117,9 +108,6 @@ def _plan(config: Config) -> Plan:
 
 def _start(plan: Plan) -> int:
     """Run the representative ranks concurrently."""
-    from megatron_llama.launch import run_dir
-    from megatron_llama.launch.start import LocalRanks, start_ranks
-
     plan.config.run.dir = plan.config.run.dir or run_dir.default_run_dir(plan.config, None)
     folder, pp = Path(plan.config.run.dir), plan.config.trainer.pp
     # One rank of each distinct pipeline stage: first, middle, last.

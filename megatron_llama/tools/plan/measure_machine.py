@@ -27,6 +27,7 @@ import torch.distributed as dist
 from megatron_llama import cli
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import HOST, Device, get_device
+from megatron_llama.launch.world import find_world
 from megatron_llama.model.loss import LossSpec
 from megatron_llama.model.loss import _LinearCrossEntropy as LinearCrossEntropy
 from megatron_llama.model.norm import RMSNorm
@@ -333,8 +334,6 @@ def calibrate(path: Path | None = None) -> int:
 
 def _plans(ranks: int) -> Iterator[tuple[str, Plan]]:
     """Yield the plans of the timed steps by name and number format."""
-    from megatron_llama.launch.world import find_world
-
     fixed = ["model.num_hidden_layers=4", "model.num_attention_heads=2", "model.num_key_value_heads=2"]
     fixed += ["trainer.micro_batch_size=1", f"trainer.dp={ranks}", "device=cpu", "trainer.steps=100"]
     for name, (sizes, micro_batches) in STEPS.items():

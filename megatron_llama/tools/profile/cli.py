@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from megatron_llama import cli
+from megatron_llama.config import ConfigError, load_config
+from megatron_llama.plan import Plan
 from megatron_llama.tools.common import NO_FILES, run_tool
-
-if TYPE_CHECKING:
-    from megatron_llama.plan import Plan
 
 WINDOW = (3, 5)
 FOLDER = "profiling"  # subfolder of the run folder, so that files of the run are not changed
@@ -57,8 +55,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    from megatron_llama.config import ConfigError, load_config
-
     data = ("data=", "data.prefixes=", "data.mock=", "experiment=")
     selects_data = any(word.lstrip("+").startswith(data) for word in argv)
     words = [*argv, *([] if selects_data else [*NO_FILES, "data.name=profile"])]

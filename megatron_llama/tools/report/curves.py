@@ -54,9 +54,9 @@ class Curve:
         self.width = 1
         """Steps of a bucket."""
         offsets = np.array(steps, dtype=np.float64) - (steps[0] if steps else 0)
-        while len(starts := np.flatnonzero(np.diff(offsets // self.width, prepend=-1.0))) > limit:
+        while len(starts := np.flatnonzero(np.diff(offsets // self.width, prepend=-1.0)).tolist()) > limit:
             self.width *= 2
-        ends = [*(starts[1:] - 1), *([len(steps) - 1] if steps else [])]
+        ends = [start - 1 for start in [*starts[1:], len(steps)]] if steps else []
         self.first, self.last = [steps[index] for index in starts], [steps[index] for index in ends]
         """First and last step of each bucket."""
         self.tokens = [tokens[index] for index in ends]

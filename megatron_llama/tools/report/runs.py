@@ -14,11 +14,13 @@ from megatron_llama.config import Config, ConfigError, from_yaml
 from megatron_llama.config.data_settings import split_weights
 from megatron_llama.config.settings import DataConfig, DeviceConfig, TrainerConfig
 from megatron_llama.config.stored import NAME, read_values, stored_steps
+from megatron_llama.corpus.blend import BlendTimeline, segments_from_json
 from megatron_llama.launch.starts import STARTS_FILE, Start, read_starts
 from megatron_llama.launch.world import World
 from megatron_llama.plan.format_plan import PLAN_FILE
 from megatron_llama.system.files import read_json, read_whole
 from megatron_llama.system.tables import plural
+from megatron_llama.tools.pipeline.cli import plan_svg
 from megatron_llama.tools.report.curves import Metrics, read_run_metrics
 from megatron_llama.topology import AXES, Grid
 from megatron_llama.train.sinks import SAMPLES_FILE
@@ -169,8 +171,6 @@ def shares_of_record(record: Mapping[str, Any], step: int) -> Shares | None:
     label = f"{consumed:,} samples, up to the checkpoint of step {step:,}"
     if not record["segments"]:
         return Shares(label, [Share(path, None, None, None) for path in record["training"]])
-    from megatron_llama.corpus.blend import BlendTimeline, segments_from_json
-
     timeline = BlendTimeline(segments_from_json(record["segments"]))
     weights, total = timeline.segments[-1].weights, sum(timeline.segments[-1].weights.values())
     rows = [
@@ -217,8 +217,6 @@ def pipeline_svg(run: Run) -> str | None:
     if run.grid is None:
         run.notes.append(f"no picture of ranks and pipeline: no valid layout of at most {MOST_WORLD:,} ranks")
         return None
-    from megatron_llama.tools.pipeline.cli import plan_svg
-
     try:
         config = only_layout(from_yaml(read_whole(run.folder / NAME, MOST_TEXT_BYTES).decode()))
         return plan_svg(World(config, Grid.of(config.trainer).world_size, None).plan())
