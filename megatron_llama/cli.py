@@ -153,7 +153,7 @@ def _report_errors(overrides: list[str], entry: Entry | None, subfolder: str | N
 def _write_report(folder: Path) -> None:
     """Write report.html of a run that has ended. A failure is a warning: it must not change the exit status."""
     try:
-        if write := hooks.report():
+        if write := hooks.load(hooks.REPORT):
             write(folder)
     except (Exception, KeyboardInterrupt) as error:
         rules = "; ".join(problem.rule for problem in getattr(error, "problems", ()))

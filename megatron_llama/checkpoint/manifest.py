@@ -6,10 +6,8 @@ import hashlib
 import json
 import math
 import os
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from megatron_llama.checkpoint.stored_tensors import (
     DTYPES,
     CorruptFile,
     Stored,
+    check_cover,
     check_file_name,
     parse_shape,
     read_json,
@@ -190,29 +189,17 @@ def parse_manifest(folder: Path, body: dict[str, Any]) -> Manifest:
 
 def _tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, int], block_bytes: int) -> ChunkedTensor:
     shape, dtype = parse_shape(entry["shape"]), DTYPES[entry["dtype"]]
-    chunks = [_chunk(name, chunk, dtype.itemsize, shape, files, block_bytes) for chunk in entry["chunks"]]
-    held = sum(math.prod(chunk.size) for chunk in chunks)
-    # If each corner of the tensor and the chunks occurs an even number of times, the chunks contain each value an odd
-    # number of times: at least once, and by their total size exactly once.
-    boxes = [[(0, n) for n in shape], *([(o, o + n) for o, n in zip(c.offset, c.size, strict=True)] for c in chunks)]
-    corners = Counter(corner for box in boxes for corner in product(*box))
-    if held != math.prod(shape) or any(count % 2 for count in corners.values()):
-        overlap = ", some twice" * (held == math.prod(shape))
-        raise CorruptFile(f"has {held} of {math.prod(shape)} values of {name}{overlap}")
+    chunks = [_chunk(name, chunk, dtype.itemsize, files, block_bytes) for chunk in entry["chunks"]]
+    check_cover(name, shape, [(chunk.offset, chunk.size) for chunk in chunks])
     return ChunkedTensor(dtype, shape, chunks)
 
 
-def _chunk(
-    name: str, entry: Mapping[str, Any], itemsize: int, shape: Shape, files: Mapping[str, int], block_bytes: int
-) -> Chunk:
+def _chunk(name: str, entry: Mapping[str, Any], itemsize: int, files: Mapping[str, int], block_bytes: int) -> Chunk:
     offset, size = parse_shape(entry["offset"]), parse_shape(entry["size"])
     start, file = parse_shape([entry["start"]])[0], check_file_name(entry["file"])
     hashes = tuple(entry["hashes"])
-    inside = len(offset) == len(size) == len(shape) and all(
-        o + n <= m for o, n, m in zip(offset, size, shape, strict=True)
-    )
-    if not inside or start + math.prod(size) * itemsize > files[file]:
-        raise CorruptFile(f"a chunk of {name} exceeds the tensor or the file")
+    if start + math.prod(size) * itemsize > files[file]:
+        raise CorruptFile(f"a chunk of {name} at {list(offset)} exceeds the file")
     blocks = -(-size[0] // block_rows(size, itemsize, block_bytes))
     if len(hashes) != blocks or not all(isinstance(text, str) and len(text) == HASH_DIGITS for text in hashes):
         raise CorruptFile(f"a chunk of {name} has {len(hashes)} hashes for {blocks} blocks")

@@ -158,6 +158,27 @@ def cast_weights(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.T
     return cast
 
 
+def check_cover(name: str, shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) -> None:
+    """Raise CorruptFile unless the chunks of a tensor, (offset, size), cover each of its values exactly once."""
+    filled = [(offset, size) for offset, size in chunks if math.prod(size)]
+    for offset, size in filled:
+        ends = zip(offset, size, shape, strict=True)
+        if len(offset) != len(shape) or any(o < 0 or n < 0 or o + n > m for o, n, m in ends):
+            raise CorruptFile(f"a chunk of {name} at {list(offset)} exceeds the tensor")
+    # Sweep along the axis with the most boundaries, so that few chunks are active at a time.
+    axis = max(range(len(shape)), key=lambda axis: len({offset[axis] for offset, _ in filled}), default=0)
+    active: list[tuple[Shape, Shape]] = []
+    for offset, size in sorted(filled, key=lambda chunk: chunk[0][axis : axis + 1]):
+        active = [(o, n) for o, n in active if o[axis] + n[axis] > offset[axis]] if shape else active
+        for other in active:
+            if all(o < p + m and p < o + n for o, n, p, m in zip(offset, size, *other, strict=True)):
+                raise CorruptFile(f"has values of {name} at {list(offset)} twice")
+        active.append((offset, size))
+    values = sum(math.prod(size) for _, size in filled)
+    if values != math.prod(shape):
+        raise CorruptFile(f"has {values} of {math.prod(shape)} values of {name}")
+
+
 def check_file_name(name: Any) -> str:
     """Return ``name`` if it is a plain file name. Raises CorruptFile for paths and other values."""
     if not isinstance(name, str) or not _PLAIN.fullmatch(name):

@@ -28,8 +28,6 @@ class OptimizerRow:
     """Number of further tensors of a weight's size that each rank holds and checkpoints omit."""
     betas: int = 2
     """Number of values of ``optim.betas`` in use."""
-    whole_matrix: bool = False
-    """Whether the update needs the whole matrix on one rank."""
     gathers_matrices: bool = False
     """Whether the ranks of a pipeline stage divide the blocks' matrices, and each gathers its matrices as a whole."""
     sums_gradients: bool = False

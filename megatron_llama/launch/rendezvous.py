@@ -117,7 +117,7 @@ class Rendezvous:
                 self._check_count(node)
         self._check_problem()
         if len(reports) < self._context.world_size:
-            raise LaunchFailed(_describe_missing(self._context, reports.values(), self._limit, len(self._store.forged)))
+            raise self._missing(reports.values())
         return list(reports.values())
 
     def agree_on_run_dir(self, run_dir: str) -> tuple[str, bool]:
@@ -153,8 +153,7 @@ class Rendezvous:
                 self._attempt = start.attempt
                 return start
             if time.monotonic() > deadline:
-                confirmed = [node for node in nodes if node.number not in unconfirmed]
-                raise LaunchFailed(_describe_missing(self._context, confirmed, self._limit, len(self._store.forged)))
+                raise self._missing([node for node in nodes if node.number not in unconfirmed])
             self._check_problem()
 
     def wait(self, check: Callable[[str], Problem | None] = lambda run_dir: None) -> StartMessage:
@@ -200,6 +199,16 @@ class Rendezvous:
             max(0.0, min(seconds, _RETRY_SECONDS) - (time.monotonic() - begin))
         )  # an invalid value is returned without a wait
         return None
+
+    def _missing(self, reports: Collection[NodeInfo]) -> LaunchFailed:
+        """Return the error of processes that are not among ``reports`` at the time limit."""
+        count, forged, numbers = self._context.world_size, len(self._store.forged), {node.number for node in reports}
+        missing = [number for number in range(count) if number not in numbers]
+        shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        arrived = ", ".join(dict.fromkeys(node.name for node in reports))
+        kind = "nodes" if self._context.one_per_node else "ranks"
+        message = f"{kind} {shown} of {count} missing after {self._limit:g} s; arrived: {arrived or 'none'}"
+        return LaunchFailed(message + (f"; ignored {forged} reports without this job's {SECRET}" if forged else ""))
 
     def _check_count(self, other: NodeInfo) -> None:
         """Reject a process that counts another number of processes than this one."""
@@ -325,13 +334,3 @@ def wait_until_reachable(context: ProcessContext, limit_seconds: float) -> None:
 def _next_timeout(deadline: float) -> float:
     """Return the timeout of the next wait, in seconds."""
     return min(_CHECK_SECONDS, max(0.1, deadline - time.monotonic()))
-
-
-def _describe_missing(context: ProcessContext, reports: Collection[NodeInfo], limit_seconds: float, forged: int) -> str:
-    numbers = {node.number for node in reports}
-    missing = [number for number in range(context.world_size) if number not in numbers]
-    shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    arrived = ", ".join(dict.fromkeys(node.name for node in reports))
-    kind = "nodes" if context.one_per_node else "ranks"
-    message = f"{kind} {shown} of {context.world_size} missing after {limit_seconds:g} s; arrived: {arrived or 'none'}"
-    return message + (f"; ignored {forged} reports without this job's {SECRET}" if forged else "")

@@ -189,7 +189,7 @@ def _outputs(run_dir: Path, picture: Path | None) -> list[str]:
     ]
     lines = [""]
     for label, path in outputs:
-        is_due = label == "report" and hooks.has_report()  # written after the ranks have ended
+        is_due = label == "report" and hooks.is_installed(hooks.REPORT)  # written after the ranks have ended
         if path is not None and (is_due or path.exists()):
             command = "tensorboard --logdir " if label == "TensorBoard" else ""
             lines.append(f"  {label:15s} {command}{escape(str(path))}")

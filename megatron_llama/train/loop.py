@@ -114,7 +114,7 @@ def load(plan: Plan, topology: Topology, checkpointer: Checkpointer, model: Para
 
 def build_profiler(plan: Plan, topology: Topology, device: Device, model: ParallelModel, optimizer: Optimizer) -> Any:
     """Build the profiler of trainer.profile; None without it."""
-    build = hooks.profiler() if plan.config.trainer.profile else None
+    build = hooks.load(hooks.PROFILER) if plan.config.trainer.profile else None
     return build(plan, topology, device, model, optimizer) if build else None
 
 

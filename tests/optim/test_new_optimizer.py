@@ -93,18 +93,6 @@ def problems(world_size: int, **changes: object) -> list[Problem]:
     return problems_of(make(**{"optim.name": "lion", **changes}), world_size)
 
 
-def test_whole_matrices_are_refused_where_ranks_hold_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    register(monkeypatch, replace(ROW, whole_matrix=True))
-    (problem,) = problems(2, **{"trainer.tp": 2})
-    assert problem.field == "trainer.tp" and "tensor parallelism shards it" in problem.rule
-    (problem,) = problems(2, **{"trainer.zero": 1})
-    assert problem.field == "trainer.zero" and "ZeRO shards it over 2 data-parallel ranks" in problem.rule
-    assert len(problems(4, **{"trainer.tp": 2, "trainer.zero": 1})) == 2
-    assert not problems(2, **{"trainer.zero": 0}) and not problems(1, **{"trainer.zero": 1})
-    register(monkeypatch, ROW)
-    assert not problems(4, **{"trainer.tp": 2, "trainer.zero": 1})
-
-
 def test_settings_that_a_row_refuses_are_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"optim.state_bits": 8, "trainer.offload": ["optimizer"], "trainer.precision": "bf16_sr"}
     reasons = {name: f"is a trial without {name}" for name in changes}

@@ -17,9 +17,9 @@ import torch
 
 from megatron_llama.arch.checkpoint_formats import METADATA
 from megatron_llama.arch.names import Shape
-from megatron_llama.checkpoint.foreign.tensors import SourceChunk, SourceTensor, check_cover
+from megatron_llama.checkpoint.foreign.tensors import SourceChunk, SourceTensor
 from megatron_llama.checkpoint.foreign.unpickle import check_stored, load_metadata, load_pickle
-from megatron_llama.checkpoint.stored_tensors import CorruptFile, check_file_name
+from megatron_llama.checkpoint.stored_tensors import CorruptFile, check_cover, check_file_name
 from megatron_llama.system.files import open_regular
 
 
@@ -66,7 +66,7 @@ def open_dcp(folder: Path) -> DcpFolder:
     try:
         for index, info in metadata.storage_data.items():
             if getattr(info, "transform_descriptors", None):
-                raise CorruptFile(f"{path}: {index.fqn} is compressed; save without extensions")
+                raise CorruptFile(f"{index.fqn} is compressed; save without extensions")
             place = _Place(folder / check_file_name(info.relative_path), int(info.offset), int(info.length))
             offset = getattr(index, "offset", None)  # a class attribute if it is None
             offset = None if offset is None else tuple(map(int, offset))
@@ -74,17 +74,19 @@ def open_dcp(folder: Path) -> DcpFolder:
         tensors, objects, used = dict[str, SourceTensor](), dict[str, _Place](), list[_Place]()
         for name, entry in metadata.state_dict_metadata.items():
             if type(entry).__name__ == "TensorStorageMetadata":
-                tensors[name] = _tensor(path, str(name), entry, places, used)
+                tensors[name] = _tensor(str(name), entry, places, used)
             elif (name, None) in places:
                 objects[str(name)] = places[name, None]
                 used.append(places[name, None])
     except (AttributeError, TypeError, ValueError, LookupError, OverflowError) as error:
         raise CorruptFile(f"{path}: a value is missing or has the wrong type ({error!r})"[:300]) from error
+    except CorruptFile as error:
+        raise CorruptFile(f"{path}: {error}") from error
     _check_places(path, used)
     return DcpFolder(folder, tensors, objects)
 
 
-def _tensor(path: Path, name: str, entry: Any, places: Mapping[Any, _Place], used: list[_Place]) -> SourceTensor:
+def _tensor(name: str, entry: Any, places: Mapping[Any, _Place], used: list[_Place]) -> SourceTensor:
     """Return a tensor of the metadata. Appends the places of its chunks to ``used``."""
     properties = entry.properties.state
     dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
@@ -95,10 +97,10 @@ def _tensor(path: Path, name: str, entry: Any, places: Mapping[Any, _Place], use
         offset, size = tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))
         place = places.get((name, offset)) or places.get((name, None))
         if place is None:
-            raise CorruptFile(f"{path}: has no file for {name} at {list(offset)}")
+            raise CorruptFile(f"has no file for {name} at {list(offset)}")
         used.append(place)
         chunks.append(SourceChunk(offset, size, place.file, partial(_load, place, name, dtype, size)))
-    check_cover(path, name, shape, chunks)
+    check_cover(name, shape, [(chunk.offset, chunk.size) for chunk in chunks])
     return SourceTensor(dtype, shape, chunks)
 
 

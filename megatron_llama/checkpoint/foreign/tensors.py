@@ -277,25 +277,3 @@ def _check_tensors(folder: Path, sources: Mapping[str, SourceTensor], names: Nam
     if problems:
         raise ConfigError(problems)
     return unknown
-
-
-def check_cover(where: Path, name: str, shape: Shape, chunks: Sequence[SourceChunk]) -> None:
-    """Raise CorruptFile unless the chunks of a tensor cover each of its values exactly once."""
-    filled = [chunk for chunk in chunks if math.prod(chunk.size)]
-    for chunk in filled:
-        ends = zip(chunk.offset, chunk.size, shape, strict=True)
-        if len(chunk.offset) != len(shape) or any(o < 0 or n < 0 or o + n > m for o, n, m in ends):
-            raise CorruptFile(f"{where}: a chunk of {name} at {list(chunk.offset)} exceeds the tensor")
-    # Sweep along the axis with the most boundaries, so that few chunks are active at a time.
-    axis = max(range(len(shape)), key=lambda axis: len({chunk.offset[axis] for chunk in filled}), default=0)
-    active: list[SourceChunk] = []
-    for chunk in sorted(filled, key=lambda chunk: chunk.offset[axis : axis + 1]):
-        active = [a for a in active if a.offset[axis] + a.size[axis] > chunk.offset[axis]] if shape else active
-        for other in active:
-            sides = zip(chunk.offset, chunk.size, other.offset, other.size, strict=True)
-            if all(o < p + m and p < o + n for o, n, p, m in sides):
-                raise CorruptFile(f"{where}: has values of {name} at {list(chunk.offset)} twice")
-        active.append(chunk)
-    values = sum(math.prod(chunk.size) for chunk in filled)
-    if values != math.prod(shape):
-        raise CorruptFile(f"{where}: has {values} of {math.prod(shape)} values of {name}")

@@ -257,21 +257,6 @@ def sequence_divides_by_tp(config: Config, world_size: int) -> Iterator[Problem]
         yield Problem("data.seq_length", length, rule, advice)
 
 
-@reads("optim.name", "trainer.zero", "trainer.dp", *BLOCK_SETTINGS)
-def whole_matrices_are_on_one_rank(config: Config, world_size: int) -> Iterator[Problem]:
-    """An optimizer that updates whole matrices needs them unsharded on each rank."""
-    name, tp, zero, dp = config.optim.name, config.trainer.tp, config.trainer.zero, data_ranks(config, world_size)
-    if not config.optim.row.whole_matrix:
-        return
-    rule = f"optim.name={name} updates a matrix as a whole, and"
-    if tp > 1:
-        instead = "write trainer.tp=1, or optim.name=adamw"
-        yield Problem("trainer.tp", tp, f"{rule} tensor parallelism shards it", instead)
-    if zero and dp is not None and dp > 1:
-        instead = "write trainer.zero=0, or optim.name=adamw"
-        yield Problem("trainer.zero", zero, f"{rule} ZeRO shards it over {dp} data-parallel ranks", instead)
-
-
 @reads("trainer.shard_group", "trainer.zero", *BLOCK_SETTINGS)
 def shard_group_divides_dp(config: Config, world_size: int) -> Iterator[Problem]:
     """Hybrid sharding divides the data-parallel ranks into equal groups."""

@@ -96,7 +96,7 @@ def _sure(needed: Footprint, machine: Machine) -> float:
 
 def _suggest_changes(plan: Plan, machine: Machine, replan: Callable[[Config, int], Plan]) -> str:
     """Return the cheapest changes that make the plan fit; a general suggestion without tools."""
-    fitting_changes = hooks.advice()
+    fitting_changes = hooks.load(hooks.ADVICE)
     budget = machine.memory_bytes // machine.ranks
 
     def needs(other: Plan) -> int:

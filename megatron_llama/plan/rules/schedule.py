@@ -41,7 +41,7 @@ def epochs_or_steps(config: Config, world_size: int) -> Iterator[Problem]:
 def profiled_steps_are_run(config: Config, world_size: int) -> Iterator[Problem]:
     """The profiled steps are part of the run."""
     profile, steps = config.trainer.profile, config.trainer.steps
-    if profile is not None and not hooks.has_profiler():
+    if profile is not None and not hooks.is_installed(hooks.PROFILER):
         rule = "needs megatron_llama/tools/profile, which is not installed here"
         yield Problem("trainer.profile", profile, rule, "write trainer.profile=null, or install the whole package")
     if profile is not None and profile[1] > steps:
