@@ -22,7 +22,7 @@ from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.steps import applied_steps, recomputation
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import name_commands
-from megatron_llama.system.tables import gib, plural, short_count
+from megatron_llama.system.tables import column_widths, gib, plural, short_count, text_table
 from megatron_llama.system.wrapping import WIDTH, fill, wrap_lines
 from megatron_llama.topology import virtual_stages_of
 
@@ -169,19 +169,14 @@ def _table(plan: Plan, memory: list[Footprint]) -> list[str]:
 
 def _width(rows: list[list[str]], gap: int = 3) -> int:
     """Return the columns of the lines that ``_aligned`` makes."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = column_widths(rows)
     return 2 + sum(widths) + gap * (len(widths) - 1)
 
 
 def _aligned(rows: list[list[str]], left: int, gap: int = 3) -> list[str]:
     """Return ``rows``, of which the first is the header, as lines; ``left`` columns are left-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligns = ["<"] * left + [">"] * (len(widths) - left)
-    ruled = [rows[0], ["─" * width for width in widths], *rows[1:]]
-    cells = [
-        [f"{cell:{align}{width}}" for cell, align, width in zip(row, aligns, widths, strict=True)] for row in ruled
-    ]
-    return [("  " + (" " * gap).join(row)).rstrip() for row in cells]
+    rule = ["─" * width for width in column_widths(rows)]
+    return [f"  {line}" for line in text_table([rows[0], rule, *rows[1:]], left, gap)]
 
 
 def _cells(plan: Plan, memory: list[Footprint], columns: int, most_chunks: int | None = None) -> list[list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -25,25 +24,26 @@ def open_console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=DEFAULT_COLUMNS if columns.isdigit() and int(columns) == 0 else None)
 
 
-def text_table(rows: Sequence[Sequence[str]], left: int | None = None) -> list[str]:
-    """Return ``rows`` (at least one) as lines of aligned columns, two spaces apart.
+def column_widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    """Return the columns that each column of ``rows`` takes on a terminal."""
+    from rich.cells import cell_len  # some characters take two columns
 
-    The first ``left`` columns (default: all) are left-aligned, the others right-aligned. The lines do not depend on the
-    terminal: no color, no wrapping, no trailing spaces.
+    return [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+
+
+def text_table(rows: Sequence[Sequence[str]], left: int | None = None, gap: int = 2) -> list[str]:
+    """Return ``rows`` (at least one) as lines of aligned columns, ``gap`` spaces apart, without trailing spaces.
+
+    The first ``left`` columns (default: all) are left-aligned, the others right-aligned.
     """
-    from rich.console import Console
-    from rich.table import Table
+    from rich.cells import cell_len
 
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in range(len(rows[0])):
-        table.add_column(justify="left" if left is None or column < left else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    file = io.StringIO()
-    # Wider than any table, as rich truncates. Cells are plain text, not markup.
-    console = Console(file=file, width=100_000, force_terminal=False, color_system=None, markup=False, emoji=False)
-    console.print(table, highlight=False)
-    return [line.rstrip() for line in file.getvalue().splitlines()]
+    def padded(column: int, cell: str) -> str:
+        space = " " * (widths[column] - cell_len(cell))
+        return cell + space if left is None or column < left else space + cell
+
+    widths = column_widths(rows)
+    return [(" " * gap).join(padded(*each) for each in enumerate(row)).rstrip() for row in rows]
 
 
 def wrapped_table(rows: Sequence[Sequence[str]], width: int) -> list[str]:

@@ -54,19 +54,19 @@ def fill(label: str, text: str) -> str:
     return "\n".join(wrap_lines(text, label)) or label
 
 
-def wrap(text: str, start: str = "", *, width: int = WIDTH) -> str:
+def wrap(text: str, start: str = "") -> str:
     """Wrap each line of ``start`` and ``text``; further lines have the line's indent and four spaces."""
     wrapped = []
     for line in (start + text).split("\n"):
         indent = line[: len(line) - len(line.lstrip(" "))]
-        is_long = len(line) > width
-        wrapped += wrap_lines(line.lstrip(" "), indent, indent + INDENT, width=width) if is_long else [line]
+        is_long = len(line) > WIDTH
+        wrapped += wrap_lines(line.lstrip(" "), indent, indent + INDENT) if is_long else [line]
     return "\n".join(wrapped)
 
 
-def wrap_command(words: Sequence[str], indent: str = "  ", *, width: int = WIDTH) -> str:
+def wrap_command(words: Sequence[str]) -> str:
     """Quote the words of a command for the shell and wrap it, with a backslash at the end of each unfinished line."""
-    return "\n".join(_with_backslashes([shlex.quote(word) for word in words], indent, indent + INDENT, width))
+    return "\n".join(_with_backslashes([shlex.quote(word) for word in words], "  ", f"  {INDENT}", WIDTH))
 
 
 class _Wrapper(textwrap.TextWrapper):
