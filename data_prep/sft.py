@@ -27,7 +27,6 @@ from data_prep.lib.next_command import next_training
 from data_prep.lib.records import FORMATS
 from data_prep.lib.sets import ExampleOptions, find_record_files, make_sft_set
 from data_prep.lib.sources import PARTS, split_lines
-from megatron_llama.config.data_settings import PAIRS
 from megatron_llama.config.settings import CHAT_TEMPLATES, LABEL_TEMPLATES
 from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import UserError, run_main
@@ -120,8 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _print_next(output_prefix: str, examples: ExampleOptions) -> None:
     """Print the command that fine-tunes on a dataset. It finds the validation part by its name."""
-    model, length, pairs = examples.tokenizer_model, examples.seq_length, examples.format == PAIRS
-    if command := next_training([f"{output_prefix}_sft"], model, length, pairs=pairs):
+    model, length, format = examples.tokenizer_model, examples.seq_length, examples.format
+    if command := next_training([f"{output_prefix}_sft"], model, length, format):
         print(command)
 
 

@@ -134,6 +134,7 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[int]]]):
     """Encoder for fine-tuning. A document is (ids, loss mask); the two outputs are tokens and masks.
 
     A pair is one document: the chosen answer's tokens, then the rejected one's, whose masks have REJECTED added.
+    Masks of an answer with a label have its mark added (records.parse_unpaired).
     """
 
     def __init__(self, job: PrepareJob, encoder: Encoder, slots: Slots, chat: ChatFormat) -> None:
@@ -163,7 +164,7 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[int]]]):
             RecordError: The record is invalid.
         """
         conversations, context, notes = self._conversations(line, columns, has_columns)
-        sides = [self._encode(turns, context, notes) for turns in conversations]
+        sides = [self._encode(turns, context, notes) for turns in conversations.values()]
         size, most = sum(len(ids) for ids, _ in sides), self.chat.max_tokens
         if size > most:
             if not self.chat.truncate:
@@ -177,22 +178,22 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[int]]]):
         if not all(any(learn[1:]) for _, learn in sides):
             raise RecordError("no_assistant_turn", "the chat template drops the answer")
         masks = [learn if not self.chat.train_on_inputs else [True] * len(learn) for _, learn in sides]
-        marks = [has_loss + REJECTED * rejected for rejected, mask in enumerate(masks) for has_loss in mask]
+        marks = [mark + has_loss for mark, mask in zip(conversations, masks, strict=True) for has_loss in mask]
         return ([number for ids, _ in sides for number in ids], marks), notes
 
     def _conversations(
         self, line: bytes, columns: Sequence[str] | None, has_columns: bool
-    ) -> tuple[list[Turns], TemplateContext, list[str]]:
-        """Return the conversation of a line, or the two of a pair, their context and notes; see ``_example``."""
+    ) -> tuple[dict[int, Turns], TemplateContext, list[str]]:
+        """Return ``records.parse_record`` of a line; see ``_example``."""
         chat, template = self.chat, self.chat.labelled
         if columns is not None:
             assert template is not None, "sft.py requires --template for tables"
             values = records.parse_text(line).removesuffix("\r").split("\t")
-            return [labelled_turns(columns, values, template)], NO_CONTEXT, []
+            return {0: labelled_turns(columns, values, template)}, NO_CONTEXT, []
         record = records.parse_object(line)
         if template is not None and (has_columns or record.keys() >= {*template.fields}):
             texts = {name: "" if record.get(name) is None else str(record[name]) for name in template.fields}
-            conversations = [labelled_turns([*texts], [*texts.values()], template)]
+            conversations = {0: labelled_turns([*texts], [*texts.values()], template)}
             context, notes = NO_CONTEXT, list[str]()
         else:
             conversations, context, notes = records.parse_record(record, chat.format)

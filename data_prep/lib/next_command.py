@@ -11,6 +11,7 @@ from typing import Any
 
 from data_prep.lib.dataset import read_manifest
 from megatron_llama.config import ModelConfig
+from megatron_llama.config.data_settings import PREFERENCE_FORMATS, UNPAIRED
 from megatron_llama.config.hf_config import CONFIG
 from megatron_llama.config.hub import resolve_hub_name
 from megatron_llama.config.problems import write_override
@@ -25,7 +26,7 @@ def next_command(program: str, words: Sequence[str]) -> str:
 
 
 def next_training(
-    prefixes: Sequence[str], tokenizer: str, seq_length: int | None = None, *, pairs: bool = False
+    prefixes: Sequence[str], tokenizer: str, seq_length: int | None = None, format: str = "auto"
 ) -> str | None:
     """Return the command that trains on datasets; None if one of them has no tokens.
 
@@ -33,12 +34,14 @@ def next_training(
         prefixes: Paths of the datasets.
         tokenizer: The tokenizer's path or hub name. Fine-tuning begins with the model of its folder, if it has one.
         seq_length: Tokens per sequence of a fine-tuning set; None: pretraining.
-        pairs: Whether its examples are pairs of answers.
+        format: Format of its records.
     """
     manifests = [read_manifest(prefix) or {} for prefix in prefixes]
     if not manifests or not all(manifest.get("tokens") for manifest in manifests):
         return None
-    words = [] if seq_length is None else ["data=chat", *(["finetune=full", "finetune.objective=dpo"] if pairs else [])]
+    words = [] if seq_length is None else ["data=chat"]
+    if format in PREFERENCE_FORMATS.values():
+        words += ["finetune=full", f"finetune.objective={'kto' if format == UNPAIRED else 'dpo'}"]
     words.append(write_override("data.prefixes", prefixes))
     if seq_length is not None:
         words.append(f"data.seq_length={seq_length}")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.data_settings import (
-    PAIRS,
+    PREFERENCE_FORMATS,
     has_columns,
     is_template_file,
     name_dataset,
@@ -112,7 +112,7 @@ def _find_records(
 ) -> list[RecordFile]:
     """Return the usable raw data files; append problems of the others to the two lists."""
     files_to_prepare: list[RecordFile] = []
-    tokenizer, format = raw_data_tokenizer(config), PAIRS if config.finetune.metrics else "auto"
+    tokenizer, format = raw_data_tokenizer(config), PREFERENCE_FORMATS.get(config.finetune.objective, "auto")
     if tokenizer is None:  # a plan rule reports a missing tokenizer
         return files_to_prepare
     for setting, path in files:

@@ -1,7 +1,8 @@
 """Parse JSON lines: records of fine-tuning datasets to conversations, and records of text.
 
 Formats: OpenAI's and TRL's ``messages``, ShareGPT's ``conversations``, prompt and completion, preference pairs (the
-chosen answer, or both), Alpaca, Dolly and GSM8K. Other keys of a record are used, noted in the manifest or rejected.
+chosen answer, or both), answers with a label, Alpaca, Dolly and GSM8K. Other keys of a record are used, noted in the
+manifest or rejected.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_llama.config.data_settings import PAIRS
+from megatron_llama.config.data_settings import LABELLED, PAIRS, REJECTED, UNPAIRED
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.conversation import (
     REASONING_OMITTED,
@@ -44,13 +45,15 @@ ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
 }
 _REASONING = ("reasoning_content", "reasoning", "thinking")
+_LABELS = ("label", "kto_tag")
 _LISTS = ("messages", "conversations", "conversation")
 REPEATED_KEY = "key given twice: last value used"
 """Note on a record, counted in the manifest."""
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {}, "[]", "{}", "null")
 TEXT = "text"
 """Format of rendered chats."""
-FORMATS = ("auto", "messages", "sharegpt", "prompt_completion", "preference", PAIRS, "alpaca", "gsm8k", TEXT, "tsv")
+_CHATS = ("messages", "sharegpt", "prompt_completion", "preference", "alpaca", "gsm8k")
+FORMATS = ("auto", *_CHATS, PAIRS, UNPAIRED, TEXT, "tsv")
 
 # The two prompts of Stanford Alpaca, verbatim.
 ALPACA = (
@@ -111,17 +114,39 @@ def parse_pair(record: Mapping[str, Any]) -> tuple[list[Turns], list[str]]:
     return [chosen, rejected], notes
 
 
-def parse_record(record: Mapping[str, Any], format: str) -> tuple[list[Turns], TemplateContext, list[str]]:
-    """Return a record's conversation, or the two of a pair, its context, and notes. Raises RecordError."""
+def parse_unpaired(record: Mapping[str, Any]) -> tuple[Turns, int, list[str]]:
+    """Return a record's conversation, of which only the last answer has loss, its answer's mark, and notes.
+
+    Raises:
+        RecordError: The record is invalid, or has no label.
+    """
+    label = _key(record, *_LABELS)
+    desirable = {"true": True, "false": False}.get(label.strip().lower()) if isinstance(label, str) else label
+    if desirable not in (True, False):
+        raise RecordError("bad_label", f"the label is {json.dumps(label)[:40]}; write true (desirable) or false")
+    turns, notes = parse_turns({key: value for key, value in record.items() if key not in _LABELS}, "auto")
+    mark = LABELLED if desirable else LABELLED + REJECTED
+    return [*(replace(turn, learn=False) for turn in turns[:-1]), turns[-1]], mark, notes
+
+
+def parse_record(record: Mapping[str, Any], format: str) -> tuple[dict[int, Turns], TemplateContext, list[str]]:
+    """Return a record's conversation, or the two of a pair, by the mark of its tokens; its context, and notes.
+
+    A mark is added to loss masks (config/data_settings.py). Raises RecordError.
+    """
+    conversations: dict[int, Turns] = {}
     if format == PAIRS:
-        conversations, notes = parse_pair(record)
+        (conversations[0], conversations[REJECTED]), notes = parse_pair(record)
+    elif format == UNPAIRED:
+        turns, mark, notes = parse_unpaired(record)
+        conversations[mark] = turns
     else:
-        turns, notes = parse_turns(record, format)
-        conversations = [turns]
+        conversations[0], notes = parse_turns(record, format)
     context = _context(record)
-    system = [turn.text for turn in conversations[0] if turn.role == "system"]
+    first, *_ = conversations.values()
+    system = [turn.text for turn in first if turn.role == "system"]
     if listed := [tool for text in system for tool in hermes_tools(text)]:
-        conversations = [from_hermes(turns) for turns in conversations]
+        conversations = {mark: from_hermes(turns) for mark, turns in conversations.items()}
         context = replace(context, tools=context.tools or tuple(listed))
         notes = [*notes, "Hermes's system text replaced by its tools"]
     return conversations, context, notes
@@ -177,7 +202,7 @@ def _notes_on_other_keys(record: Mapping[str, Any], kind: str) -> list[str]:
         notes.append("weight of the record ignored")  # only a turn's weight is read
     key = "label" if kind == "prompt_completion" else "kto_tag"
     if record.get(key, True) in (False, "false", "False"):
-        raise RecordError("rejected_answer", f"{key!r} is false")
+        raise RecordError("rejected_answer", f"{key!r} is false; --format {UNPAIRED} reads labels (KTO)")
     return notes
 
 

@@ -28,10 +28,23 @@ CSV_SUFFIXES, COLUMNAR_SUFFIXES, TABLE_SUFFIXES = (".csv",), (".parquet", ".arro
 RAW_DATA_SUFFIXES = (".jsonl", ".json", ".ndjson", *CSV_SUFFIXES, *COLUMNAR_SUFFIXES)
 MASK_SUFFIX = "_mask"
 """Suffix of a fine-tuning dataset's prefix that gives the prefix of its loss masks."""
-PAIRS = "pairs"
-"""Format of records with two answers (data_prep/sft.py --format), for preference training."""
+PAIRS, UNPAIRED = "pairs", "unpaired"
+"""Formats of records with two answers, and with an answer and a label (data_prep/sft.py --format), for preference
+training."""
+PREFERENCE_FORMATS = {"dpo": PAIRS, "orpo": PAIRS, "kto": UNPAIRED}
+"""Format of an objective's data; other data has no preferences."""
 REJECTED = 2
-"""Added to the loss masks of a pair's rejected answer, which follows the chosen answer in the same example."""
+"""Added to the loss masks of a pair's rejected answer, which follows the chosen answer in the same example, and of an
+undesirable answer."""
+LABELLED = 4
+"""Added to the loss masks of an answer with a label."""
+
+
+def stored_format(mark: int) -> str | None:
+    """Return the format of an example's preferences by the loss mask of its last token; None without preferences."""
+    return UNPAIRED if mark >= LABELLED else PAIRS if mark >= REJECTED else None
+
+
 TEXT_SUFFIX, SFT_SUFFIX = "_text_document", "_sft"
 """Suffixes that data_prep appends to ``--output-prefix``, for pretraining (with the default key) and fine-tuning."""
 RAW_TEXT_SUFFIXES = (".txt", ".text", ".md", *RAW_DATA_SUFFIXES, *TABLE_SUFFIXES)

@@ -393,7 +393,12 @@ PREFERENCE_METRICS = (
     *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
     *("logps/chosen", "logps/rejected"),
 )
-"""TRL's metrics of preference training, means over the pairs of a batch."""
+"""TRL's metrics of pairs, means over a batch."""
+KTO_METRICS = (
+    *("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"),
+    *("share/chosen", "share/rejected", "kl"),
+)
+"""Means over a batch's answers, from which TRL's metrics of KTO follow (model/preference.py)."""
 
 
 @dataclass
@@ -423,17 +428,21 @@ class FinetuneConfig:
     modules_to_save: Annotated[list[str], some_of(SAVED_MODULES)] = field(default_factory=list)
     """Modules that are also trained in full. Names are embed_tokens, lm_head, norm (all norms, by the ending, as in
     PEFT), input_layernorm, post_attention_layernorm and post_feedforward_layernorm."""
-    objective: Annotated[str, one_of("sft", "dpo", "orpo")] = "sft"
-    """Loss: the cross entropy (sft), or of pairs of answers, direct (dpo) or by odds ratio (orpo). DPO is the loss of
-    Rafailov et al. 2023, arXiv:2305.18290, with the initial weights as reference; ORPO, of Hong et al. 2024,
-    arXiv:2403.07691, has no reference. See docs/guides/data/preferences.md"""
+    objective: Annotated[str, one_of("sft", "dpo", "orpo", "kto")] = "sft"
+    """Loss: the cross entropy (sft), or of pairs of answers (dpo, orpo), or of labeled answers (kto). DPO (Rafailov
+    et al. 2023, arXiv:2305.18290) and KTO (Ethayarajh et al. 2024, arXiv:2402.01306) compare with the initial weights;
+    ORPO (Hong et al. 2024, arXiv:2403.07691) has no reference. See docs/guides/data/preferences.md"""
     beta: Annotated[float, above_zero()] = 0.1
-    """DPO's beta: a larger value keeps the weights closer to the initial ones. Weight of the odds ratio in ORPO."""
+    """Beta of DPO and KTO: a larger value keeps the weights closer to the initial ones. Weight of ORPO's odds ratio."""
     loss_type: Annotated[str, one_of("sigmoid", "hinge", "ipo")] = "sigmoid"
     """DPO's loss of a pair, with TRL's names. Hinge is of SLiC (Zhao et al. 2023, arXiv:2305.10425); ipo compares log
     probabilities per token (Azar et al. 2023, arXiv:2310.12036)."""
     label_smoothing: Annotated[float, share()] = 0.0
     """Assumed share of pairs with swapped answers, for loss_type=sigmoid (conservative DPO)."""
+    desirable_weight: Annotated[float, above_zero()] = 1.0
+    """Factor of KTO's losses of desirable answers."""
+    undesirable_weight: Annotated[float, above_zero()] = 1.0
+    """Factor of KTO's losses of undesirable answers."""
     frozen_dtype: Annotated[str | None, one_of("fp32", "bf16", "int8", "nf4", example="bf16")] = None
     """Storage of LoRA's frozen weights: fp32 or bf16; or int8 or nf4 for the blocks' matrices and the compute dtype for
     the rest. Derived: the compute dtype. Matmuls always run in the compute dtype."""
@@ -448,8 +457,8 @@ class FinetuneConfig:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of the means that a step reports in addition to the loss."""
-        return () if self.objective == "sft" else PREFERENCE_METRICS
+        """Names of the means that a step computes in addition to the loss."""
+        return {"sft": (), "kto": KTO_METRICS}.get(self.objective, PREFERENCE_METRICS)
 
 
 @dataclass

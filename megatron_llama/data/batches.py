@@ -120,6 +120,17 @@ class Batches:
 
     def _micro_batch(self, indices: range, cut: SequenceCut | None, ltd_length: int | None) -> MicroBatch:
         samples = [part for index in indices for part in cut_sample(self.samples[index], cut)]
+        batch = self._stacked(samples)
+        if ltd_length is not None:
+            subsets = self._subsets(indices, ltd_length, batch.documents)
+            batch = replace(batch, subsets=subsets.on(torch.Tensor.pin_memory) if self.pin_memory else subsets)
+        if "desirable" in samples[0]:
+            other = cast(SFTDataset, self.samples)
+            batch = replace(batch, mismatched=self._stacked([other.mismatched(index) for index in indices]))
+        return batch
+
+    def _stacked(self, samples: Sequence[Mapping[str, torch.Tensor]]) -> MicroBatch:
+        """Return the micro batch of samples, without subsets."""
         documents = Documents.of(self._stack(samples, "documents")) if "documents" in samples[0] else None
         pattern = pattern_of(self.plan.model)
         by_documents = documents is not None and BACKENDS[self.plan.config.trainer.cp_comm].by_documents
@@ -128,22 +139,22 @@ class Batches:
         tokens, labels, loss_mask = (self._stack(samples, key, chunks) for key in ("tokens", "labels", "loss_mask"))
         token_counts = torch.tensor([_token_counts(sample, pattern) for sample in samples]).sum(dim=0)
         token_counts *= self.topology.place["cp"] == 0  # of whole sequences: the sum over ranks counts them once
-        subsets = None if ltd_length is None else self._subsets(indices, ltd_length, documents)
-        if self.pin_memory:
-            token_counts, subsets = token_counts.pin_memory(), subsets and subsets.on(torch.Tensor.pin_memory)
+        token_counts = token_counts.pin_memory() if self.pin_memory else token_counts
         pairs = self._pairs(samples, chunks) if "answers" in samples[0] else None
-        return MicroBatch(tokens, labels, loss_mask, token_counts, documents, subsets, pairs)
+        return MicroBatch(tokens, labels, loss_mask, token_counts, documents, pairs=pairs)
 
     def _pairs(self, samples: Sequence[Mapping[str, torch.Tensor]], chunks: Sequence[range]) -> Pairs:
-        """Build the pairs of answers in the samples."""
+        """Build the examples with preferences in the samples."""
 
-        def pad(key: str, value: int) -> torch.Tensor:
-            return pad_sequence([sample[key] for sample in samples], batch_first=True, padding_value=value)
+        def pad(key: str, value: int) -> torch.Tensor | None:
+            rows = [sample[key] for sample in samples if key in sample]
+            return pad_sequence(rows, batch_first=True, padding_value=value) if rows else None
 
-        numbers = pad("numbers", -1)
+        numbers, lengths = pad("numbers", -1), pad("lengths", 0)
+        assert numbers is not None and lengths is not None
         count = (numbers >= 0).sum() * (self.topology.place["cp"] == 0)
-        reference = pad("reference", 0) if "reference" in samples[0] else None
-        pairs = Pairs(self._stack(samples, "answers", chunks), numbers, pad("lengths", 0), count, reference)
+        answers = self._stack(samples, "answers", chunks)
+        pairs = Pairs(answers, numbers, lengths, count, pad("reference", 0), pad("desirable", 0))
         return pairs.on(torch.Tensor.pin_memory) if self.pin_memory else pairs
 
     def _subsets(self, samples: range, ltd_length: int, documents: Documents | None) -> Subsets:

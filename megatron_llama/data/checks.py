@@ -8,7 +8,15 @@ from pathlib import Path
 import numpy as np
 
 from megatron_llama.config import Config, ConfigError, Problem
-from megatron_llama.config.data_settings import MASK_SUFFIX, REJECTED, list_paths
+from megatron_llama.config.data_settings import (
+    MASK_SUFFIX,
+    PAIRS,
+    PREFERENCE_FORMATS,
+    REJECTED,
+    UNPAIRED,
+    list_paths,
+    stored_format,
+)
 from megatron_llama.corpus.indexed_format import CHUNK, MASK_DTYPE, Index, IndexedDataset, read_index
 from megatron_llama.corpus.splits import SPLITS, split_range
 from megatron_llama.system.errors import UserError
@@ -130,8 +138,8 @@ def _example_problems(config: Config, name: str, prefix: str, index: Index) -> I
     longest = int(index.lengths.max())
     if rule := mask_problem(prefix, index):
         yield Problem(name, prefix, rule, "prepare the dataset again")
-    elif pairs_problem := _pairs_problem(config, prefix):
-        yield Problem(name, prefix, *pairs_problem)
+    elif format_problem := _format_problem(config, prefix):
+        yield Problem(name, prefix, *format_problem)
     elif longest > data.length + 1:
         need = f"data.seq_length={longest - 1}"
         rule = f"has an example of {longest} tokens, which needs {need} (configured: {data.length})"
@@ -151,18 +159,27 @@ def _example_problems(config: Config, name: str, prefix: str, index: Index) -> I
             yield Problem(name, prefix, rule, fix)
 
 
-def _pairs_problem(config: Config, prefix: str) -> tuple[str, str] | None:
-    """Return (problem, remedy) of a set of pairs without preference training, or of a set without pairs with it."""
-    has_pairs, objective = IndexedDataset(prefix + MASK_SUFFIX).sequence(0)[-1] >= REJECTED, config.finetune.objective
-    if has_pairs and not config.finetune.metrics:
-        rule = "has pairs of a chosen and a rejected answer, and finetune.objective=sft would train on both"
-        return (
-            rule,
-            "write finetune.objective=dpo, or prepare the chosen answers (data_prep/sft.py --format preference)",
+_LACKS = {PAIRS: "no pairs of answers, which {} compares", UNPAIRED: "no labels of answers, which {} needs"}
+_HAS = {
+    PAIRS: "pairs of a chosen and a rejected answer, and {} would train on both",
+    UNPAIRED: "answers with labels, and {} would also train on the undesirable ones",
+}
+
+
+def _format_problem(config: Config, prefix: str) -> tuple[str, str] | None:
+    """Return (problem, remedy) of a set without the preferences that the objective needs."""
+    objective = f"finetune.objective={config.finetune.objective}"
+    stored = stored_format(IndexedDataset(prefix + MASK_SUFFIX).sequence(0)[-1])
+    needed = PREFERENCE_FORMATS.get(config.finetune.objective)
+    if needed is not None and stored != needed:
+        instead = f"prepare it with data_prep/sft.py --format {needed}, or write finetune.objective=sft"
+        return "has " + _LACKS[needed].format(objective), instead
+    if stored is not None and needed is None:
+        other = next(name for name, format in PREFERENCE_FORMATS.items() if format == stored)
+        instead = (
+            f"write finetune.objective={other}, or prepare the chosen answers (data_prep/sft.py --format preference)"
         )
-    if config.finetune.metrics and not has_pairs:
-        rule = f"has no pairs of answers, which finetune.objective={objective} compares"
-        return rule, "prepare it with data_prep/sft.py --format pairs, or write finetune.objective=sft"
+        return "has " + _HAS[stored].format(objective), instead
     return None
 
 

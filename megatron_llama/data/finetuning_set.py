@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.config import ConfigError
-from megatron_llama.config.data_settings import MASK_SUFFIX, REJECTED, validation_sets
+from megatron_llama.config.data_settings import (
+    LABELLED,
+    MASK_SUFFIX,
+    PAIRS,
+    PREFERENCE_FORMATS,
+    REJECTED,
+    UNPAIRED,
+    validation_sets,
+)
 from megatron_llama.config.settings import DataConfig
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.corpus.packing import Order, Packed, Unpacked
@@ -26,12 +34,15 @@ from megatron_llama.plan.data_schedules import indexed_metrics
 PADDING = -1
 """Document number of padding tokens in a packed sequence."""
 
+_MARKS = {PAIRS: REJECTED, UNPAIRED: LABELLED + REJECTED}
+"""Largest value that is added to the loss masks of a format, which are 0 and 1."""
+
 
 class Examples:
-    """Examples of several datasets, numbered consecutively."""
+    """Examples of several datasets, numbered consecutively. ``format``: that of their preferences, if they have any."""
 
-    def __init__(self, parts: Sequence[DatasetSplit], vocab_size: int, *, pairs: bool = False) -> None:
-        self._vocab_size, self.pairs = vocab_size, pairs
+    def __init__(self, parts: Sequence[DatasetSplit], vocab_size: int, format: str | None = None) -> None:
+        self._vocab_size, self.format = vocab_size, format
         self._sets = [(IndexedDataset(part.prefix), IndexedDataset(part.prefix + MASK_SUFFIX)) for part in parts]
         self._ranges = [(part.first, part.last) for part in parts]
         self._ends = np.cumsum([part.last - part.first for part in parts])
@@ -44,7 +55,8 @@ class Examples:
     def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids, loss mask: 1 for tokens with loss) of an example, each [length].
 
-        With pairs, the ids are of the chosen and the rejected answer, whose masks have REJECTED added.
+        With pairs, the ids are of the chosen and the rejected answer, whose masks have REJECTED added. Masks of answers
+        with a label have LABELLED added, and REJECTED if the answer is undesirable.
 
         Raises:
             ConfigError: an id is outside the vocabulary, or a mask is neither 0 nor 1.
@@ -56,15 +68,34 @@ class Examples:
         ids = tokens.sequence(position)
         check_ids(ids, self._vocab_size, lambda token: (tokens.prefix, position, token))
         mask = masks.sequence(position)
-        check_mask(mask, masks.prefix, position, 1 + REJECTED * self.pairs)
+        check_mask(mask, masks.prefix, position, 1 + _MARKS.get(self.format or "", 0))
         return ids, mask
+
+    def mismatched(self, number: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids, mask) of an example's prompt with the answer of the example before, at most ``most`` tokens."""
+        (ids, mask), (other_ids, other_mask) = self[number], self[(number - 1) % len(self)]
+        start, other = (_answer_start(marks) for marks in (mask, other_mask))
+        room = most - start
+        ids = np.concatenate((ids[:start], other_ids[other:][:room]))
+        return ids, np.concatenate((mask[:start], other_mask[other:][:room]))
+
+    def mismatched_lengths(self, most: int) -> np.ndarray:
+        """Return the number of tokens of ``mismatched`` of each example. Reads all masks."""
+        starts = np.array([_answer_start(self[number][1]) for number in range(len(self))])
+        return np.minimum(starts + np.roll(self.lengths - starts, 1), most)
+
+
+def _answer_start(mask: np.ndarray) -> int:
+    """Return the position of the first token with loss that is a label; at most the last token."""
+    return 1 + int((mask[1:] % REJECTED).argmax())
 
 
 class SFTDataset:
     """Samples of ``seq_length`` tokens, each of whole examples, in the order of ``order``."""
 
     reference: np.ndarray | None = None
-    """Log probabilities of each pair's answers with the initial weights, int64 [pairs, 2] (train/reference.py)."""
+    """Log probabilities with the initial weights, int64 [examples, 2]: of a pair's answers, or of the answer and the
+    mismatched answer (train/reference.py)."""
 
     def __init__(self, examples: Examples, order: Order, seq_length: int, packed: bool, once: bool = False) -> None:
         """``packed``: several examples per sequence. ``once``: a single epoch."""
@@ -78,35 +109,53 @@ class SFTDataset:
     def __getitem__(self, index: int) -> Mapping[str, torch.Tensor]:
         """Return sample ``index`` of any epoch, with ``documents`` if packed, else with ``num_tokens``.
 
-        With pairs, each answer is a document, and the sample has tensors of ``Pairs`` (model/preference.py).
+        With preferences, each answer is a document, and the sample has tensors of ``Pairs`` (model/preference.py).
         """
+        numbers = self._numbers(index)
+        return self._sample(numbers, [self.examples[number] for number in numbers])
+
+    def mismatched(self, index: int) -> Mapping[str, torch.Tensor]:
+        """Return sample ``index`` with mismatched answers (``Examples.mismatched``)."""
+        numbers = self._numbers(index)
+        return self._sample(numbers, [self.examples.mismatched(n, self.seq_length + 1) for n in numbers], column=1)
+
+    def _numbers(self, index: int) -> Sequence[int]:
+        return [] if self.once and index >= len(self) else self.order.examples(index)
+
+    def _sample(
+        self, numbers: Sequence[int], examples: Sequence[tuple[np.ndarray, np.ndarray]], column: int = 0
+    ) -> Mapping[str, torch.Tensor]:
+        """Return the sample of examples (ids, mask). ``column``: of the reference, for answers with a label."""
         tokens, labels, loss_mask = (np.zeros(self.seq_length, dtype=kind) for kind in ("int64", "int64", "float32"))
         documents, answers = (np.full(self.seq_length, fill, dtype="int64") for fill in (PADDING, 0))
-        position, pairs = 0, self.examples.pairs
-        is_over = self.once and index >= len(self)
-        numbers = [] if is_over else self.order.examples(index)
-        for number, example in enumerate(numbers):
-            ids, mask = self.examples[example]
+        position, format = 0, self.examples.format
+        for number, (ids, mask) in enumerate(examples):
             here = slice(position, position + len(ids) - 1)
-            tokens[here], labels[here], loss_mask[here], documents[here] = ids[:-1], ids[1:], mask[1:], number
-            if pairs:
+            tokens[here], labels[here], documents[here] = ids[:-1], ids[1:], number
+            loss_mask[here], answers[here] = mask[1:] % REJECTED, number
+            if format == PAIRS:
                 rejected = mask // REJECTED
                 documents[here] = 2 * number + rejected[:-1]
                 answers[here] = 2 * number + rejected[1:]
                 # The chosen answer does not predict the first token of the rejected one.
-                loss_mask[here] = mask[1:] % REJECTED * (rejected[:-1] == rejected[1:])
+                loss_mask[here] *= rejected[:-1] == rejected[1:]
             position = here.stop
         sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
-        if self.packed or pairs:
+        if self.packed or format:
             sample["documents"] = documents
         else:
             sample["num_tokens"] = np.array(position)
-        if pairs:
-            numbers = numbers or [-1]  # of no pair
-            lengths = np.bincount(answers, loss_mask, 2 * len(numbers)).astype("float32")
+        if format:
+            numbers = numbers or [-1]  # no example
+            size = len(numbers) * (1 + (format == PAIRS))
+            lengths = np.bincount(answers, loss_mask, size).astype("float32")
             sample |= {"answers": answers, "numbers": np.array(numbers, dtype="int64"), "lengths": lengths}
-        if pairs and self.reference is not None:
-            sample["reference"] = self.reference[numbers].reshape(-1)
+        if format == UNPAIRED:
+            is_desirable = [mask[0] < LABELLED + REJECTED for _, mask in examples] or [False]
+            sample["desirable"] = np.array(is_desirable)
+        if format and self.reference is not None:
+            columns = slice(None) if format == PAIRS else column
+            sample["reference"] = self.reference[numbers, columns].reshape(-1)
         return {name: torch.from_numpy(array) for name, array in sample.items()}
 
 
@@ -142,10 +191,12 @@ def graded_examples(plan: Plan, training: SFTDataset, levels: Sequence[Level]) -
 
 def _split(plan: Plan, number: int, name: str = "") -> SFTDataset:
     data, seed = plan.config.data, plan.config.trainer.seed + number
-    pairs = bool(plan.config.finetune.metrics)
-    examples = Examples(open_splits(data, number, name), plan.model.vocab_size, pairs=pairs)
-    whole = number > 0 and plan.config.trainer.val_steps is None
-    return SFTDataset(examples, _order(data, examples.lengths, seed), data.length, data.pack, once=whole)
+    format = PREFERENCE_FORMATS.get(plan.config.finetune.objective)
+    examples = Examples(open_splits(data, number, name), plan.model.vocab_size, format)
+    whole, lengths = number > 0 and plan.config.trainer.val_steps is None, examples.lengths
+    if format == UNPAIRED and data.pack:  # a packed sequence also has room for the mismatched answers
+        lengths = np.maximum(lengths, examples.mismatched_lengths(data.length + 1))
+    return SFTDataset(examples, _order(data, lengths, seed), data.length, data.pack, once=whole)
 
 
 def _order(data: DataConfig, lengths: np.ndarray, seed: int) -> Order:

@@ -38,11 +38,13 @@ class MicroBatch:
     subsets: Subsets | None = None
     """With random-LTD, the tokens that each layer of this rank processes in training. None: all tokens."""
     pairs: Pairs | None = None
-    """Pairs of answers, for preference training."""
+    """Pairs of answers, or answers with a label, for preference training."""
+    mismatched: MicroBatch | None = None
+    """Prompts with answers of other prompts, from which KTO estimates a divergence."""
 
     @property
     def loss_count(self) -> Tensor:
-        """Number of tokens with loss, or of pairs, of which the loss is a mean. Scalar."""
+        """Number of tokens with loss, or examples in ``pairs``: the loss is their mean. Scalar."""
         return self.loss_mask.sum() if self.pairs is None else self.pairs.count
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -53,7 +55,8 @@ class MicroBatch:
         """Return a copy on the device to which ``move`` takes tensors."""
         tokens, labels, loss_mask, counts = map(move, (self.tokens, self.labels, self.loss_mask, self.token_counts))
         documents, subsets = self.documents and self.documents.on(move), self.subsets and self.subsets.on(move)
-        return MicroBatch(tokens, labels, loss_mask, counts, documents, subsets, self.pairs and self.pairs.on(move))
+        pairs, mismatched = self.pairs and self.pairs.on(move), self.mismatched and self.mismatched.on(move)
+        return MicroBatch(tokens, labels, loss_mask, counts, documents, subsets, pairs, mismatched)
 
 
 @dataclass(frozen=True)

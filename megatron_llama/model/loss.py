@@ -175,7 +175,11 @@ class Head(ColumnParallelLinear):
         """Return the weighted sums of losses, without z-loss, and of correct tokens, fp32 [2]."""
         correct = torch.empty_like(loss_weights, memory_format=torch.contiguous_format)
         losses = self.token_losses(x, weight, labels, correct)
-        return torch.stack(((losses * loss_weights).sum(), (correct * loss_weights).sum()))
+        return self.total(torch.stack((losses, correct)) * loss_weights)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Return the sums [n] of values [n, ...], which are this rank's part of the pass's result."""
+        return values.flatten(1).sum(1)
 
     def token_losses(self, x: Tensor, weight: Tensor, labels: Tensor, correct: Tensor | None = None) -> Tensor:
         """Return the cross entropy of each token, without z-loss and gradient, fp32 [s, b].

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.model.init import initial_values, torch_dtype
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.llama import Llama
+from megatron_llama.model.preference import SCALE
 from megatron_llama.parallel import context
 from megatron_llama.parallel.assembly import Build, block_parts, block_wrappers, finish_chunk
 from megatron_llama.parallel.compiling import Compiler, enter_folder
@@ -85,6 +86,8 @@ class ParallelModel:
 
     def _pass(self, microbatches: Sequence[MicroBatch], counts: TokenTotals | None, *, train: bool) -> torch.Tensor:
         total = (counts or self.count(microbatches)).with_loss.clamp(min=1)
+        if microbatches[0].mismatched is not None:
+            microbatches = self._with_divergence(microbatches, total)
         with self._batch(microbatches, train=train):
             with filled_copies(self.compute_copies):
                 means = run_schedule(self.chunks, self.plan, microbatches, total, train, self.compute_copies)
@@ -109,6 +112,18 @@ class ParallelModel:
         """Return ``PreferenceLoss.answer_logps`` of each micro batch, [b, answers]; [] except on the last stage."""
         with self._batch(microbatches, train=False), filled_copies(self.compute_copies):
             return run_answer_logps(self.chunks, self.plan, microbatches)
+
+    def _with_divergence(self, microbatches: Sequence[MicroBatch], total: torch.Tensor) -> list[MicroBatch]:
+        """Return the micro batches with ``Pairs.kl``, estimated from ``total`` mismatched answers. A collective."""
+        batches = [batch.mismatched for batch in microbatches if batch.mismatched is not None]
+        change = torch.zeros((), dtype=torch.int64, device=self.device)
+        for batch, logps in zip(batches, self.answer_logps(batches), strict=False):
+            assert batch.pairs is not None and batch.pairs.reference is not None
+            change += ((logps - batch.pairs.reference) * (batch.pairs.numbers >= 0)).sum()
+        dist.all_reduce(change)
+        change //= self.plan.grid.product("tp", "cp")  # equal on these ranks, 0 before the last stage
+        kl = (change.float() / SCALE / total).clamp(min=0)
+        return [replace(batch, pairs=batch.pairs and replace(batch.pairs, kl=kl)) for batch in microbatches]
 
     def logits(
         self, tokens: torch.Tensor, documents: Documents | None = None, token_index: torch.Tensor | None = None

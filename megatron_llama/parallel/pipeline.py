@@ -8,6 +8,7 @@ micro-batch means would give tokens of short sequences more weight (huggingface/
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +83,8 @@ def run_answer_logps(chunks: list[Llama], plan: Plan, microbatches: Sequence[Mic
         batch = next(batches)
         labels = (batch.labels, batch.loss_mask) if chunk.is_last else (None, None)
         inputs = chunk.build_inputs(batch.tokens, batch.documents)
-        return chunk(batch.tokens, *labels, inputs, pairs=batch.pairs), None
+        assert batch.pairs is not None
+        return chunk(batch.tokens, *labels, inputs, pairs=replace(batch.pairs, reference=None)), None
 
     return _run(chunks, plan, forward_step, microbatches, microbatches[0].tokens.shape, train=False)
 

@@ -18,6 +18,7 @@ REASONS = {
     "bad_messages": "the turns are not a list of turns",
     "ambiguous_record": "the record has two formats, such as messages and prompt/completion",
     "unknown_role": "a turn's role is not system, user, assistant or tool",
+    "bad_label": "an answer's label is not true or false",
     "bad_weight": "a turn's weight is not 0 or 1",
     "content_not_text": "a turn's content is not text (an image, a number, null)",
     "empty_content": "a turn's content is empty or white space",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from megatron_llama.config import ConfigError, Problem
 from megatron_llama.data.batches import Batches, Data
 from megatron_llama.data.prefetch import Prefetcher
 from megatron_llama.devices import Device
+from megatron_llama.model.preference import named_metrics
 from megatron_llama.optim import Optimizer
 from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.parallel import ParallelModel
@@ -25,7 +27,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.plan.format_plan import write_config_and_plan
 from megatron_llama.system import phase
 from megatron_llama.topology import Topology
-from megatron_llama.train.metrics import MetricsLogger, validation_metrics
+from megatron_llama.train.metrics import VALIDATION_METRICS, MetricsLogger, validation_metrics
 from megatron_llama.train.peak import find_peak
 from megatron_llama.train.reference import add_reference
 from megatron_llama.train.sample_text import continue_prompts
@@ -192,7 +194,7 @@ def training_step(
     }
     # guard.check: True if the device did not skip the update; otherwise counts a skip or raises.
     optimizer.advance(updated=guard.check(step, mean_loss, gradient_norm, model.shards))
-    metrics |= dict(zip(plan.config.finetune.metrics, means, strict=True))
+    metrics |= named_metrics(plan.config.finetune, means)
     return metrics | optimizer.metrics() | guard.metrics()
 
 
@@ -231,21 +233,20 @@ def validate(plan: Plan, model: ParallelModel, sets: Mapping[str, Batches]) -> d
     Raises:
         ConfigError: No token of a set has loss. On all ranks.
     """
-    losses = {name: validate_set(plan, model, batches) for name, batches in sets.items()}
-    means = torch.tensor([*losses.values()], dtype=torch.float64).mean(dim=0).tolist()
-    names = validation_metrics(plan)
-    metrics = dict(zip(names, means, strict=True))
-    for name in filter(None, losses):
-        metrics |= {f"{metric}/{name}": value for metric, value in zip(names, losses[name], strict=True)}
+    results = {name: validate_set(plan, model, batches) for name, batches in sets.items()}
+    listed = {name: [each[name] for each in results.values() if name in each] for name in validation_metrics(plan)}
+    metrics = {name: math.fsum(values) / len(values) for name, values in listed.items() if values}
+    for name in filter(None, results):
+        metrics |= {f"{metric}/{name}": value for metric, value in results[name].items()}
     return metrics
 
 
-def validate_set(plan: Plan, model: ParallelModel, batches: Batches) -> list[float]:
+def validate_set(plan: Plan, model: ParallelModel, batches: Batches) -> dict[str, float]:
     """Return val_loss and val_token_accuracy over the first ``val_steps`` batches of a set, or over the whole set.
 
     val_loss is the mean loss per token with loss; val_token_accuracy is the share of these tokens whose label has the
-    highest logit. With pairs of answers, the values are means over pairs: val_loss and ``finetune.metrics``. Batches
-    are weighted by tokens with loss or by pairs: an unweighted mean would overweight short answers.
+    highest logit. With preferences, the values are means over examples: val_loss and ``named_metrics``. Batches are
+    weighted by tokens with loss or by examples: an unweighted mean would overweight short answers.
 
     Raises:
         ConfigError: No token has loss. On all ranks.
@@ -271,4 +272,9 @@ def validate_set(plan: Plan, model: ParallelModel, batches: Batches) -> list[flo
         instead = "write trainer.val_steps=null to validate on the whole set, or prepare it with answers that have loss"
         raise ConfigError([Problem(field, getattr(plan.config.data, field.removeprefix("data.")), rule, instead)])
     means = (torch.stack(results).cpu().double() * weights[:, None]).sum(dim=0) / weights.sum()
-    return means.tolist()
+    loss, *others = means.tolist()
+    if not plan.config.finetune.metrics:
+        return dict(zip(VALIDATION_METRICS, (loss, *others), strict=True))
+    return {"val_loss": loss} | {
+        f"val_{name}": value for name, value in named_metrics(plan.config.finetune, others).items()
+    }

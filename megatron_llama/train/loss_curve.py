@@ -109,7 +109,9 @@ def _loss(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
             fontsize=9,
             color=VALIDATION if validated else TRAIN,
         )
-    axes.set_ylabel("loss (per pair)" if "rewards/margins" in records[0] else "loss (nats per token)", color=INK)
+    units = {"kl": "per answer", "rewards/margins": "per pair"}
+    unit = next((unit for metric, unit in units.items() if metric in records[0]), "nats per token")
+    axes.set_ylabel(f"loss ({unit})", color=INK)
     _plain(axes)
 
 

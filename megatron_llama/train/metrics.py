@@ -11,6 +11,7 @@ from contextlib import suppress
 from megatron_llama.arch.flops import mfu, with_random_ltd
 from megatron_llama.config.data_settings import curriculum_metrics, validation_sets
 from megatron_llama.devices import Peak
+from megatron_llama.model.preference import reported_metrics
 from megatron_llama.parallel.compiling import may_compile
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import BatchSchedule, difficulties_at
@@ -59,7 +60,7 @@ CURRICULUM = "curriculum_"
 
 def validation_metrics(plan: Plan) -> tuple[str, ...]:
     """Return the metrics of a validation set, in order."""
-    metrics = plan.config.finetune.metrics
+    metrics = reported_metrics(plan.config.finetune)
     return ("val_loss", *(f"val_{name}" for name in metrics)) if metrics else VALIDATION_METRICS
 
 
@@ -69,7 +70,7 @@ def metric_names(plan: Plan) -> list[str]:
     measured = validation_metrics(plan)
     sets = [f"{metric}/{name}" for metric in measured for name in validation_sets(plan.config.data) if name]
     others = [name for name in SOME_STEPS if name in measured or name not in VALIDATION_METRICS]
-    names = [*EVERY_STEP, *plan.config.finetune.metrics, *others, *measured, *sets, *difficulties]
+    names = [*EVERY_STEP, *reported_metrics(plan.config.finetune), *others, *measured, *sets, *difficulties]
     return [*dict.fromkeys(names)]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +25,8 @@ from megatron_llama.corpus.splits import open_splits
 from megatron_llama.data.batches import Batches, Data
 from megatron_llama.data.finetuning_set import SFTDataset
 from megatron_llama.data.prefetch import Prefetcher
+from megatron_llama.model.inputs import MicroBatch
+from megatron_llama.model.preference import Pairs
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.groups import broadcast_from_rank_0
 from megatron_llama.plan import Plan
@@ -36,7 +38,7 @@ _MISSING = np.iinfo(np.int64).min
 
 
 def add_reference(plan: Plan, model: ParallelModel, data: Data) -> None:
-    """Give each set of pairs its reference, from the cache or from ``model`` before step 1. A collective.
+    """Give each set with preferences its reference, from the cache or from ``model`` before step 1. A collective.
 
     Raises:
         ConfigError: The cache has no reference for a run after step 0, or cannot be written. On all ranks.
@@ -54,7 +56,7 @@ def add_reference(plan: Plan, model: ParallelModel, data: Data) -> None:
         if samples.reference is not None and len(samples.reference) == len(samples.examples):
             continue
         if plan.start.step > 0:
-            rule = f"the reference of this run's pairs, {path}, is missing or damaged"
+            rule = f"the reference of this run's answers, {path}, is missing or damaged"
             instead = "restore the file, or start a new run (run.dir=FOLDER)"
             raise ConfigError([Problem("data.cache_dir", plan.config.data.cache_dir, rule, instead)])
         samples.reference = None
@@ -65,25 +67,33 @@ def add_reference(plan: Plan, model: ParallelModel, data: Data) -> None:
 
 
 def _compute(model: ParallelModel, batches: Batches, samples: SFTDataset) -> np.ndarray:
-    """Return the log probabilities of the pairs' answers, int64 [pairs, 2]. A collective."""
+    """Return ``SFTDataset.reference``. A collective."""
     values = torch.full((len(samples.examples), 2), _MISSING, device=model.device)
     size, is_logger = batches.plan.config.trainer.global_batch_size, batches.topology.is_logger
     batches = Batches(samples, batches.plan, batches.topology, batches.device, pin_memory=batches.pin_memory)
     bar = ProgressBar("reference log probabilities", "sequences", len(samples)) if is_logger else nullcontext()
-    with bar as progress, Prefetcher(batches, len(samples)) as ahead:  # an epoch has each pair once
+    with bar as progress, Prefetcher(batches, len(samples)) as ahead:  # an epoch has each example once
         for first in range(0, len(samples), size):
             phase.advance(f"sequence {first} of {len(samples)}")
-            microbatches = ahead.at(first)
-            for batch, logps in zip(microbatches, model.answer_logps(microbatches), strict=False):
-                assert batch.pairs is not None
-                is_pair = batch.pairs.numbers >= 0
-                values[batch.pairs.numbers[is_pair]] = logps.unflatten(1, (-1, 2))[is_pair]
+            for batch, logps in _answer_logps(model, ahead.at(first)):
+                is_example = batch.numbers >= 0
+                values[batch.numbers[is_example]] = logps[is_example]
             if progress is not None:
                 progress.show(min(first + size, len(samples)))
     dist.all_reduce(values, op=dist.ReduceOp.MAX)  # other ranks have other pairs, or another stage
     result: np.ndarray = values.cpu().numpy()
     assert (result > _MISSING).all()
     return result
+
+
+def _answer_logps(model: ParallelModel, microbatches: Sequence[MicroBatch]) -> Iterator[tuple[Pairs, torch.Tensor]]:
+    """Yield the examples of each micro batch, and log probabilities [b, examples, 2]; nothing before the last stage."""
+    logps = model.answer_logps(microbatches)
+    mismatched = [batch.mismatched for batch in microbatches if batch.mismatched is not None]
+    others = model.answer_logps(mismatched) if mismatched else logps
+    for batch, ours, other in zip(microbatches, logps, others, strict=False):
+        assert batch.pairs is not None
+        yield batch.pairs, torch.stack((ours, other), 2) if mismatched else ours.unflatten(1, (-1, 2))
 
 
 def _path(plan: Plan, name: str | None) -> Path:
@@ -93,7 +103,10 @@ def _path(plan: Plan, name: str | None) -> Path:
     hashes = content_facts([prefix for prefix, *_ in prefixes])
     parts = [(hashes[prefix], first, last) for prefix, first, last in prefixes]
     precision = (asdict(plan.precision), plan.frozen_dtype, plan.quantized, plan.config.trainer.float8)
-    facts = json.dumps([*_base(plan), asdict(plan.model), precision, parts], default=str, sort_keys=True)
+    listed = [*_base(plan), asdict(plan.model), precision, parts]
+    if plan.config.finetune.objective == "kto":  # mismatched answers are cut to this length
+        listed.append(data.length)
+    facts = json.dumps(listed, default=str, sort_keys=True)
     assert data.cache_dir is not None, "resolve derives it"
     return Path(data.cache_dir) / f"reference-{hashlib.sha256(facts.encode()).hexdigest()[:32]}.npy"
 

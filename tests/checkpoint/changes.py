@@ -154,6 +154,7 @@ CHANGES: dict[str, Change] = {
     "finetune.beta": Change(0.5, DPO),
     "finetune.loss_type": Change("ipo", DPO),
     "finetune.label_smoothing": Change(0.1, DPO),
+    **of("finetune", "desirable_weight=2.0 undesirable_weight=2.0", {**DPO, "finetune.objective": "kto"}),
     **of("finetune", "frozen_dtype=bf16 adapter=adapter", LORA),
     **of("device", "name=cpu peak_tflops=1.0 memory_gib=64.0"),
     **of(

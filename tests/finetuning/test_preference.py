@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_llama.config.settings import PREFERENCE_METRICS
+from megatron_llama.config.settings import FinetuneConfig
 from megatron_llama.data.checks import check_data
 from megatron_llama.data.finetuning_set import build_sft
+from megatron_llama.model.preference import named_metrics
 from megatron_llama.plan import Plan
 from tests.data.files import write_indexed
 from tests.finetuning.runner import LORA, MICRO_1, TOLERANCE, Tuned, World, make_plan, their_base, train_theirs, tune
@@ -45,10 +46,19 @@ def write_pairs(path: Path, pairs: list[Pair]) -> str:
     return write_indexed(path, [c[0] + r[0] for c, r in pairs])
 
 
+def write_labelled(path: Path, pairs: list[Pair]) -> str:
+    """Both answers of each pair as examples with a label, of which each fifth one is undesirable."""
+    sides = [side for pair in pairs for side in pair]
+    marks = [[4 + 2 * (number % 5 == 0) + one for one in mask] for number, (_, mask) in enumerate(sides)]
+    write_indexed(path.with_name(path.name + "_mask"), marks, "B")
+    return write_indexed(path, [ids for ids, _ in sides])
+
+
 def settings(folder: Path, world: World, *more: str) -> list[str]:
     """The settings of a run on new pairs in ``folder``."""
     folder.mkdir(exist_ok=True)
-    prefix = write_pairs(folder / "pairs", some_pairs(23, world.plan.model.vocab_size))
+    write = write_labelled if "finetune.objective=kto" in more else write_pairs
+    prefix = write(folder / "pairs", some_pairs(23, world.plan.model.vocab_size))
     data = ["data.mock=false", "data.kind=sft", f"data.prefixes=[{prefix}]", f"data.seq_length={LENGTH}"]
     return [*data, "data.split='1,0,0'", "finetune.objective=dpo", "finetune.beta=0.5", *world.full, *more]
 
@@ -65,6 +75,32 @@ def theirs(rank: int, plan: Plan, base: Path) -> Tuned:
         ids, mask = torch.tensor(side[0]), torch.tensor(side[1])
         logps = llama(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
         return (logps.gather(1, ids[1:, None])[:, 0] * mask[1:]).sum()
+
+    def kto_loss_of(model: Any, plan: Plan, step: int) -> torch.Tensor:
+        sides = [side for pair in pairs for side in pair]
+        numbers = [n for index in range(step * size, (step + 1) * size) for n in train.order.examples(index)]
+        ratios, changes = [], []
+        for number in numbers:
+            (ids, mask), (other, marks) = sides[number], sides[number - 1]
+            answer = [token for token, has_loss in zip(other, marks, strict=True) if has_loss]
+            prompt = ids[: mask.index(1)]
+            mismatched = (prompt + answer, [0] * len(prompt) + [1] * len(answer))
+            for values, side in ((ratios, (ids, mask)), (changes, mismatched)):
+                values.append([logp(llama, side) for llama in (model, reference)])
+        kl = torch.stack([ours - before for ours, before in changes]).mean().clamp(min=0).detach()
+        losses, shown = [], {True: [], False: []}
+        for number, (ours, before) in zip(numbers, ratios, strict=True):
+            reward = finetune.beta * (ours - before)
+            desirable = number % 5 > 0
+            margin = (reward - finetune.beta * kl) * (1 if desirable else -1)
+            factor = finetune.desirable_weight if desirable else finetune.undesirable_weight
+            losses.append(factor * (1 - torch.sigmoid(margin)))
+            shown[desirable].append(torch.stack((reward, ours)))
+        sums = [torch.stack([torch.zeros(2), *shown[label]]).sum(0) / len(numbers) for label in (True, False)]
+        shares = [len(shown[label]) / len(numbers) for label in (True, False)]
+        rewards, logps = zip(*sums, strict=True)
+        metrics_of_steps.append([float(value) for value in (*rewards, *logps, *shares, kl)])
+        return torch.stack(losses).mean()
 
     def loss_of(model: Any, plan: Plan, step: int) -> torch.Tensor:
         values = []
@@ -91,8 +127,9 @@ def theirs(rank: int, plan: Plan, base: Path) -> Tuned:
         metrics_of_steps.append([value.item() for value in metrics])
         return loss
 
-    tuned = train_theirs(model, plan, STEPS, loss_of)
+    tuned = train_theirs(model, plan, STEPS, kto_loss_of if finetune.objective == "kto" else loss_of)
     tuned.metrics = metrics_of_steps
+    assert finetune.objective != "kto" or any(step[-1] > 0 for step in metrics_of_steps), "no KL"
     return tuned
 
 
@@ -101,11 +138,11 @@ def assert_near(ours: Tuned, other: Tuned) -> None:
         torch.testing.assert_close(
             torch.tensor(getattr(ours, name)), torch.tensor(getattr(other, name)), rtol=TOLERANCE, atol=TOLERANCE
         )
-    assert len(ours.metrics[0]) == len(PREFERENCE_METRICS)
     assert ours.trained.keys() == other.trained.keys()
     assert max(distance(tensor, other.trained[name]) for name, tensor in ours.trained.items()) <= TOLERANCE
 
 
+KTO, ULYSSES = "finetune.objective=kto", "trainer.cp_comm=ulysses"
 LAYOUTS = {
     "one process": (1, []),
     # Without a larger eps, Adam amplifies the oracle's rounding errors to 2.6e-5 of an fp64 run.
@@ -120,10 +157,18 @@ LAYOUTS = {
     "packed, cp2": (2, ["data.pack=true", "trainer.cp=2"]),
     "ipo, cp2·tp2+sp": (4, ["finetune.loss_type=ipo", "optim.eps=1e-5", "trainer.cp=2", "trainer.tp=2"]),
     "compiled": (1, ["trainer.compile=true"]),
+    "kto": (1, [KTO, "finetune.undesirable_weight=1.5"]),
+    "kto, packed, tp2+sp": (2, [KTO, "data.pack=true", "trainer.tp=2"]),
+    "kto, pp2": (2, [KTO, "trainer.pp=2"]),
+    "kto, zero 3": (2, [KTO, "trainer.zero=3", MICRO_1]),
+    "kto, packed, cp2·tp2+sp": (4, [KTO, "data.pack=true", "trainer.cp=2", "trainer.tp=2"]),
 }
 
 
-@pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), {"packed, tp2+sp", "ipo, cp2·tp2+sp", "orpo"}))
+QUICK = {"packed, tp2+sp", "ipo, cp2·tp2+sp", "orpo", "kto, packed, tp2+sp"}
+
+
+@pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), QUICK))
 def test_dpo(ranks: int, layout: list[str], world: World, tmp_path: Path) -> None:
     changes = settings(tmp_path / "data", world, *layout)
     plan = make_plan(1, tmp_path, *(one for one in changes if not one.startswith("trainer.") or one == MICRO_1))
@@ -131,6 +176,23 @@ def test_dpo(ranks: int, layout: list[str], world: World, tmp_path: Path) -> Non
     ours = tune(ranks, tmp_path / "run", *changes, steps=STEPS)
     assert ours.losses[0] == pytest.approx(other.losses[0])
     assert_near(ours, other)
+
+
+EXACT_LAYOUTS = {
+    "kto": [KTO, f"data.seq_length={LENGTH}", "trainer.tp=2", "trainer.zero=3", MICRO_1],
+    "kto, packed": [KTO, "data.pack=true", "data.seq_length=1024", "trainer.pp=2", "trainer.cp=2", ULYSSES],
+    "packed": ["data.pack=true", "data.seq_length=1024", "trainer.tp=2", "trainer.cp=2", ULYSSES],
+}
+
+
+@pytest.mark.parametrize("layout", rows([(name, [layout]) for name, layout in EXACT_LAYOUTS.items()], {"kto"}))
+def test_exact_mode(layout: list[str], world: World, tmp_path: Path) -> None:
+    changes = settings(tmp_path / "data", world, "trainer.exact=true", *layout)
+    one = [change for change in changes if not change.startswith("trainer.") or change == "trainer.exact=true"]
+    expected = tune(1, tmp_path / "one", *one, steps=2)
+    other = tune(4, tmp_path / "other", *changes, steps=2)
+    assert (other.losses, other.metrics) == (expected.losses, expected.metrics)
+    assert all(torch.equal(tensor, expected.trained[name]) for name, tensor in other.trained.items())
 
 
 def test_a_resumed_run_reads_the_reference(world: World, tmp_path: Path) -> None:
@@ -143,7 +205,7 @@ def test_a_resumed_run_reads_the_reference(world: World, tmp_path: Path) -> None
     assert file.stat().st_mtime_ns == changed, "the runs share it"
     torch.testing.assert_close(rest.losses, whole.losses[2:], rtol=TOLERANCE, atol=0)
     file.unlink()
-    with pytest.raises(RankFailed, match="the reference of this run's pairs"):
+    with pytest.raises(RankFailed, match="the reference of this run's answers"):
         tune(1, tmp_path / "run", *changes, steps=STEPS + 1)
 
 
@@ -156,17 +218,24 @@ def test_lora_compares_with_its_base(world: World, tmp_path: Path) -> None:
     torch.testing.assert_close(two.metrics[1:], one.metrics[1:], rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [("finetune.objective=sft", "has pairs of a chosen and a rejected answer"), ("", "has no pairs of answers")],
-)
-def test_the_data_fits_the_objective(change: str, message: str, world: World, tmp_path: Path) -> None:
-    changes = settings(tmp_path / "data", world, *filter(None, [change]))
-    if not change:
-        ids = [chosen for (chosen, _), _ in some_pairs(23, world.plan.model.vocab_size)]
-        write_indexed(tmp_path / "data/pairs_mask", [[1] * len(one) for one in ids], "B")
-        write_indexed(tmp_path / "data/pairs", ids)
-    else:
-        changes.remove("finetune.beta=0.5")
+OTHER_DATA = [
+    (write_pairs, ["finetune.objective=sft"], "has pairs of a chosen and a rejected answer"),
+    (write_labelled, ["finetune.objective=sft"], "has answers with labels"),
+    (write_labelled, ["finetune.objective=dpo"], "has no pairs of answers"),
+    (write_pairs, [KTO], "has no labels of answers"),
+]
+
+
+@pytest.mark.parametrize(("write", "change", "message"), OTHER_DATA)
+def test_the_data_fits_the_objective(write: Any, change: list[str], message: str, world: World, tmp_path: Path) -> None:
+    changes = [one for one in settings(tmp_path / "data", world, *change) if "finetune.beta" not in one]
+    write(tmp_path / "data/pairs", some_pairs(23, world.plan.model.vocab_size))
     (problem,) = check_data(make_plan(1, tmp_path, *changes).config)
     assert message in problem.rule
+
+
+def test_a_batch_without_a_label_lacks_its_metrics() -> None:
+    finetune = FinetuneConfig(objective="kto")
+    both = {"rewards/chosen": 4.0, "logps/chosen": -8.0, "rewards/rejected": -2.0, "logps/rejected": -4.0, "kl": 0.5}
+    assert named_metrics(finetune, (1, -1.5, -2, -3, 0.25, 0.75, 0.5)) == {**both, "rewards/margins": 6.0}
+    assert named_metrics(finetune, (0, -2, 0, -4, 0, 1, 0.5)) == {k: v for k, v in both.items() if "chosen" not in k}

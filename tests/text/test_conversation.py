@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from data_prep.lib.records import parse_pair, parse_turns
+from data_prep.lib.records import parse_pair, parse_record, parse_turns
 from data_prep.lib.sets import ExampleOptions, build_chat_format
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.text import sandbox
@@ -129,6 +129,17 @@ def test_pairs_have_two_answers() -> None:
     for reason, change in (("equal_answers", {"rejected": "yes"}), ("unknown_format", {"rejected": None, "no": 1})):
         with pytest.raises(RecordError) as refused:
             parse_pair({key: value for key, value in {**record, **change}.items() if value})
+        assert refused.value.reason == reason and reason in REASONS
+
+
+def test_labels_of_answers() -> None:
+    chat = {"messages": [Q, A, Q, A]}
+    for label, mark in ((True, 4), ("False", 6), (0, 6)):
+        conversations, _, notes = parse_record({**chat, "kto_tag": label}, "unpaired")
+        assert [turn.learn for turn in conversations[mark]] == [False, False, False, True] and not notes
+    for reason, change in (("bad_label", {"label": "good"}), ("unknown_format", {}), ("bad_label", {"label": None})):
+        with pytest.raises(RecordError) as refused:
+            parse_record({"prompt": "q", "completion": "a", **change}, "unpaired")
         assert refused.value.reason == reason and reason in REASONS
 
 

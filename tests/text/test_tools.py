@@ -98,7 +98,7 @@ ARROW = {  # with null for each missing key
 )
 def test_shapes_of_records(record: dict[str, Any]) -> None:
     conversations, context, notes = parse_record(record, "auto")
-    assert conversations == [TURNS] and context == TemplateContext((*TOOLS,))
+    assert conversations == {0: TURNS} and context == TemplateContext((*TOOLS,))
     assert notes == ([REPLACED] if record is HERMES else [])
 
 
@@ -108,7 +108,7 @@ def test_hermes_in_a_pair_and_in_a_text_of_the_user() -> None:
     rejected = [{"from": "gpt", "value": "No."}]
     conversations, context, notes = parse_record({"prompt": prompt, "chosen": [answer], "rejected": rejected}, "pairs")
     assert context == TemplateContext((*TOOLS,)) and REPLACED in notes
-    for turns, text in zip(conversations, (ANSWER, "No."), strict=True):
+    for turns, text in zip(conversations.values(), (ANSWER, "No."), strict=True):
         assert [turn.role for turn in turns] == ["user", "assistant", "tool", "assistant"] and turns[-1].text == text
     quoted = {"conversations": [{**prompt[0], "from": "human"}, answer]}
     conversations, context, notes = parse_record(quoted, "auto")

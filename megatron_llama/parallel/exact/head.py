@@ -61,23 +61,29 @@ class ExactHead(Head):
 
     def training_loss(self, x: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor) -> Tensor:
         """See ``Head``."""
-        loss: Tensor = _Loss.apply(x, weight, labels, loss_weights, self.how)
+        # The result of a pass over pairs is not this loss, but the ``total`` of their values.
+        how = self.how if self.preference is None else self.how._replace(sums=[])
+        loss: Tensor = _Loss.apply(x, weight, labels, loss_weights, how)
         return loss
 
-    def evaluation(self, x: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor) -> Tensor:
+    def token_losses(self, x: Tensor, weight: Tensor, labels: Tensor, correct: Tensor | None = None) -> Tensor:
         """See ``Head``."""
         how = self.how
         whole = how.tree.gather(x) if how.split else x
-        losses, correct = torch.empty_like(loss_weights), torch.empty_like(loss_weights)
-        parts = _parts(weight, how)
+        losses, parts = torch.empty(labels.shape, device=x.device), _parts(weight, how)
         for i, sequence in enumerate(sequences(whole)):
             for tokens in _chunks(sequence, how):
-                chunk = _logits(aligned(sequence[tokens]), parts, labels[tokens, i], how, counts_correct=True)
+                hidden = aligned(sequence[tokens])
+                chunk = _logits(hidden, parts, labels[tokens, i], how, counts_correct=correct is not None)
                 losses[tokens, i] = chunk.total.log() + chunk.largest - chunk.label
-                assert chunk.is_largest is not None
-                correct[tokens, i] = chunk.is_largest.float()
-        how.sums.append(torch.stack([to_grid(x * loss_weights).sum() for x in (losses, correct)]))
-        return from_grid(how.sums[-1])
+                if correct is not None and chunk.is_largest is not None:
+                    correct[tokens, i] = chunk.is_largest.float()
+        return losses
+
+    def total(self, values: Tensor) -> Tensor:
+        """See ``Head``."""
+        self.how.sums.append(to_grid(values).flatten(1).sum(1))
+        return from_grid(self.how.sums[-1])
 
 
 def _chunks(sequence: Tensor, how: HeadSettings) -> Iterator[slice]:

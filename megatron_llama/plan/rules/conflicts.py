@@ -56,7 +56,7 @@ FIXED = "-"
 COMPILE = Feature("trainer.compile", off="false")
 LORA = Feature("finetune.method", lambda config: config.finetune.method == "lora", "full")
 PREFERENCES = Feature("finetune.objective")
-DPO = Feature("finetune.objective", lambda config: config.finetune.objective == "dpo")
+REFERENCE = Feature("finetune.objective", lambda config: config.finetune.objective in ("dpo", "kto"))
 QUANTIZED = Feature(
     "finetune.frozen_dtype",
     lambda config: LORA.is_used(config) and config.finetune.frozen_dtype in QUANTIZED_BITS,
@@ -142,11 +142,10 @@ CONFLICTS: tuple[tuple[Feature | str, Feature | str, str], ...] = (
     ("trainer.exact", "trainer.param_gather", "it rounds weights by blocks of a rank's shard"),
     ("trainer.exact", "trainer.mlp_chunks", "it is another split of the matmuls"),
     # Preference training
-    ("finetune.adapter", DPO, "it compares answers with the initial weights, which an adapter changes"),
-    (MOCK, PREFERENCES, "mock data has no pairs of answers"),
-    ("data.curriculum", PREFERENCES, "one of two answers would decide on the place and the length of a pair"),
+    ("finetune.adapter", REFERENCE, "it compares answers with the initial weights, which an adapter changes"),
+    (MOCK, PREFERENCES, "mock data has no preferences"),
+    ("data.curriculum", PREFERENCES, "one of two answers would decide on the place and the length of an example"),
     ("trainer.z_loss", PREFERENCES, "its loss is no cross entropy"),
-    ("trainer.exact", PREFERENCES, "exact mode has only the cross entropy"),
     ("finetune.label_smoothing", "finetune.loss_type", "it has no term for swapped answers"),
     # QK-Clip
     ("optim.qk_clip", NORMS_OF_HEADS, "norms of q and k remove the scale of the weights, and bound the logits already"),
@@ -195,11 +194,13 @@ NEEDS: tuple[tuple[Feature | str, Lacking, str, str], ...] = (
         "sequence parallelism, whose collectives it overlaps with matmuls",
         "trainer.sp=true",
     ),
-    (DPO, {"finetune.method": ("none",)}, "initial weights to compare with", "finetune.method=full or lora"),
-    (PREFERENCES, {"data.kind": ("pretrain",)}, "pairs of answers", "data.kind=sft"),
-    ("finetune.beta", {"finetune.objective": ("sft",)}, "preference training", "finetune.objective=dpo or orpo"),
-    ("finetune.loss_type", {"finetune.objective": ("sft", "orpo")}, "DPO", "finetune.objective=dpo"),
-    ("finetune.label_smoothing", {"finetune.objective": ("sft", "orpo")}, "DPO", "finetune.objective=dpo"),
+    (REFERENCE, {"finetune.method": ("none",)}, "initial weights to compare with", "finetune.method=full or lora"),
+    (PREFERENCES, {"data.kind": ("pretrain",)}, "preferences", "data.kind=sft"),
+    ("finetune.beta", {"finetune.objective": ("sft",)}, "preference training", "finetune.objective=dpo, orpo or kto"),
+    ("finetune.loss_type", {"finetune.objective": ("sft", "orpo", "kto")}, "DPO", "finetune.objective=dpo"),
+    ("finetune.label_smoothing", {"finetune.objective": ("sft", "orpo", "kto")}, "DPO", "finetune.objective=dpo"),
+    ("finetune.desirable_weight", {"finetune.objective": ("sft", "dpo", "orpo")}, "KTO", "finetune.objective=kto"),
+    ("finetune.undesirable_weight", {"finetune.objective": ("sft", "dpo", "orpo")}, "KTO", "finetune.objective=kto"),
     ("data.pack", {"data.kind": ("pretrain",)}, "the examples of fine-tuning data", "data.kind=sft"),
     ("logging.sample_prompts", {"data.tokenizer": (None,)}, "a tokenizer", "data.tokenizer=path/to/tokenizer.model"),
     (
