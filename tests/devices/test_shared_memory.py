@@ -310,16 +310,6 @@ def test_the_same_bits(
     assert all(difference <= TOLERANCE for difference in differences.values()), differences
 
 
-def test_without_the_pairs_it_fails(log: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def train_without(rank: int, *arguments: object) -> tuple:
-        join_without_point_to_point(rank, str(tmp_path))
-        return train_rank(rank, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(tests.oracle, "train_rank", train_without)
-    with pytest.raises(RankFailed, match="does not support (send|recv)"):
-        run_layout(2, "trainer.pp=2", steps=1)
-
-
 AWKWARD = [0.0, -0.0, 1e-45, -3.0, float("inf"), float("-inf"), 3.4e38, 1 / 3]
 
 

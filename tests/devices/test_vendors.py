@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_llama.config import ConfigError
 from megatron_llama.devices import get_device, hpu
@@ -368,23 +367,3 @@ def test_gaudi_under_a_starter_that_shows_each_task_its_card(tmp_path: Path, cpu
     (bridge,) = named(events, "import habana_frameworks")
     assert bridge["environment"]["HLS_MODULE_ID"] == "0", "rank 3 of its machine, but the only card it sees is its own"
     assert [event["seed"] for event in named(events, "seed")] == [1234]
-
-
-def test_the_compiler_refuses_dynamic_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The test above would say little about shapes if the stand-in took any.
-    monkeypatch.syspath_prepend(FAKES)
-    monkeypatch.setenv("STAND_IN_LOG", str(tmp_path / "log.jsonl"))
-    from stand_in.compiler import register
-
-    register("refusing", lambda: tmp_path, ".neff")
-
-    def double(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    with pytest.raises(Exception, match="dynamic shapes are not supported"):
-        torch.compile(double, backend="refusing", dynamic=True)(torch.ones(3, 4))
-    torch._dynamo.reset()
-    static = torch.compile(double, backend="refusing", dynamic=False)
-    for rows in (3, 5, 3):
-        assert torch.equal(static(torch.ones(rows, 4)), torch.full((rows, 4), 2.0))
-    assert len(named(read(tmp_path / "log.jsonl"), "compiled")) == 2

@@ -16,7 +16,7 @@ from megatron_llama.config.rope import rope_to_hf
 from megatron_llama.parallel import Shard
 from megatron_llama.plan import Plan
 from tests.compiled import SECONDS, prepare_rank
-from tests.oracle import RaggedSamples, Tamper, Tensors, assemble, rank_batches, rank_groups, rank_model, rectangles
+from tests.oracle import RaggedSamples, Tensors, assemble, rank_batches, rank_groups, rank_model, rectangles
 from tests.parallel.symmetric_memory import fused_products
 from tests.ranks import run_ranks
 
@@ -40,11 +40,10 @@ class Answer:
     """Matmuls with a fused gather or scatter that each rank has run (trainer.async_tp)."""
 
 
-def ours(world_size: int, plans: list[Plan], tamper: Tamper | None = None) -> list[Answer]:
-    """Our answer to each of ``plans``, which must share one layout: they run one after another in the same ranks.
-    ``tamper`` may break the model on each rank."""
+def ours(world_size: int, plans: list[Plan]) -> list[Answer]:
+    """Our answer to each of ``plans``, which must share one layout: they run one after another in the same ranks."""
     compiling = any(plan.config.trainer.compile for plan in plans)
-    ranks = run_ranks(_answers, world_size, plans, tamper, timeout=SECONDS if compiling else 120)
+    ranks = run_ranks(_answers, world_size, plans, timeout=SECONDS if compiling else 120)
     actual = []
     for index, plan in enumerate(plans):
         answers = [rank[index] for rank in ranks]
@@ -126,17 +125,15 @@ def _noise(rectangle: Rectangle) -> torch.Tensor:
     return whole[tuple(slice(o, o + n) for o, n in zip(rectangle.offset, rectangle.size, strict=True))]
 
 
-def _answers(rank: int, plans: list[Plan], tamper: Tamper | None) -> list[tuple]:
+def _answers(rank: int, plans: list[Plan]) -> list[tuple]:
     with rank_groups(plans[0], rank):
-        return [_answer(rank, plan, tamper) for plan in plans]
+        return [_answer(rank, plan) for plan in plans]
 
 
-def _answer(rank: int, plan: Plan, tamper: Tamper | None) -> tuple:
+def _answer(rank: int, plan: Plan) -> tuple:
     prepare_rank(plan)
     before = fused_products()
     model = rank_model(plan, rank)
-    if tamper is not None:
-        tamper(model)
     roughen_norms(model.shards)
     batches = rank_batches(plan).at(0)
     logits = model.logits(batches[0].tokens)

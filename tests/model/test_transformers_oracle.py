@@ -6,15 +6,10 @@ import pytest
 import torch
 
 from megatron_llama.plan import Plan
-from tests.compiled import needs_compiler, skip_without_compiler
+from tests.compiled import skip_without_compiler
 from tests.layouts.table import ASYNC_TP, BIASES, COMPILED, OLMO2, ONE_MICRO_BATCH, QWEN2, QWEN3, TIED, WIDE, WINDOW
-from tests.layouts.tampers import (
-    compiled_gradients_of_one_token_more,
-    gathered_pieces_of_the_wrong_rank,
-    scattered_pieces_of_the_wrong_rank,
-)
 from tests.model.llamas import Answer, ours, theirs
-from tests.oracle import Tamper, Tensors, distance, make_plan
+from tests.oracle import Tensors, distance, make_plan
 from tests.ranks import run_ranks
 from tests.rows import rows
 
@@ -86,19 +81,6 @@ def test_equals_transformers(ranks: int, layout: tuple[str, ...]) -> None:
     assert any(answer.accuracy > 0 for answer in answers)
 
 
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.usefixtures("compiled_here")
-@pytest.mark.parametrize("tamper", [gathered_pieces_of_the_wrong_rank, scattered_pieces_of_the_wrong_rank])
-def test_pieces_of_the_wrong_rank_are_seen(tamper: Tamper) -> None:
-    plan = make_plan(2, *ASYNC_TP)
-    (answer,) = ours(2, [plan], tamper)
-    ((oracle,),) = run_ranks(_theirs, 1, [plan], [answer.weights])
-    differences = _differences(answer, oracle)
-    assert differences["logits"] <= TOLERANCE  # which are never compiled
-    assert differences["loss"] > 5 * TOLERANCE
-
-
 def test_models_differ_where_they_should() -> None:
     # The comparison would be worth little if, at this size, the settings made no difference.
     ropes = ("llama3 rope", "yarn rope", "longrope", "dynamic rope")
@@ -128,14 +110,6 @@ def test_bf16_is_as_close_to_fp32_as_transformers(ranks: int, layout: tuple[str,
     assert our_errors["logits"] > 1e-3  # bf16 really is at work
 
 
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.usefixtures("compiled_here")
-def test_a_window_of_one_token_more_in_the_backward_pass_is_seen_in_bf16() -> None:
-    model = (*WIDE, WINDOW)
-    assert _beyond(*_errors_of_bf16(1, tuple(COMPILED), model, compiled_gradients_of_one_token_more))
-
-
 def _beyond(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, tuple[float, float]]:
     """Our errors that are above their limits, with these.
 
@@ -150,13 +124,13 @@ def _beyond(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, tuple
 
 
 def _errors_of_bf16(
-    ranks: int, layout: tuple[str, ...], model: tuple[str, ...], tamper: Tamper | None = None
+    ranks: int, layout: tuple[str, ...], model: tuple[str, ...]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the differences of bf16 from fp32: our layout from our one process, and transformers from itself."""
     plan = make_plan(1, *model, *(setting for setting in layout if setting == ONE_MICRO_BATCH))
     half = make_plan(ranks, *layout, *model, "trainer.precision=bf16")
     assert half.storage.keeps_bf16_grads == (ONE_MICRO_BATCH in layout)
-    exact, rounded = ours(1, [plan])[0], ours(ranks, [half], tamper)[0]
+    exact, rounded = ours(1, [plan])[0], ours(ranks, [half])[0]
     their_exact, their_rounded = run_ranks(_exact_and_rounded, 1, plan, exact.weights)[0]
     return _differences(rounded, exact), _differences(their_rounded, their_exact)
 

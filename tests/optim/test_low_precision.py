@@ -18,7 +18,6 @@ from megatron_llama.config.optimizers import OPTIMIZERS
 from megatron_llama.devices.cpu.kernels import CpuKernels
 from megatron_llama.devices.cuda.kernels import CudaKernels
 from megatron_llama.devices.kernels import EAGER, Kernels
-from megatron_llama.optim import build_optimizer
 from megatron_llama.optim.adam import adam_update, adamw_update
 from megatron_llama.optim.low_precision import (
     ElementwiseOptimizer,
@@ -29,11 +28,8 @@ from megatron_llama.optim.low_precision import (
     start_of_noise,
     stream,
 )
-from megatron_llama.parallel import ParallelModel
-from megatron_llama.plan import Plan
 from tests.compiled import SECONDS, needs_compiler
-from tests.optim.given import give_gradients
-from tests.oracle import CPU, make_plan, on_ranks
+from tests.oracle import CPU
 from tests.ranks import run_ranks
 
 SEED, STEPS = 99, 3
@@ -134,34 +130,6 @@ def test_rounding_in_one_function_gives_the_same_weights(block: int, monkeypatch
     assert isinstance(kernels[1], Fusing) and kernels[1].calls == 3 * 3 * (2 if block == 1 << 16 else 4)
 
 
-def test_sgd_in_fp32_is_torchs() -> None:
-    generator = torch.Generator().manual_seed(1)
-    weight = torch.nn.Parameter(torch.randn(SHAPE, generator=generator))
-    plain = torch.nn.Parameter(weight.detach().clone())
-    ours = elementwise("sgd", weight, state_dtype=torch.float32, stochastic=False)
-    theirs = TORCH["sgd"](plain)
-    for step in range(STEPS):
-        factor, gradient = torch.tensor(0.37), torch.randn(SHAPE, generator=generator)
-        weight.grad, plain.grad = gradient, gradient * factor
-        ours.step(factor=factor, skip=[None, torch.tensor(False)][step % 2])
-        theirs.step()
-        assert torch.equal(weight, plain)
-        assert torch.equal(ours.state[weight]["momentum_buffer"], theirs.state[plain]["momentum_buffer"])
-
-
-def test_the_norm_of_bf16_gradients_is_not_rounded() -> None:
-    norm, exact = on_ranks(_norm, make_plan(1, "trainer.precision=bf16_sr"))[0]
-    assert norm == pytest.approx(exact, rel=1e-6)
-    assert abs(norm - torch.tensor(exact).bfloat16().item()) > 1e-4 * norm  # a rounded one would differ
-
-
-def _norm(plan: Plan, model: ParallelModel) -> tuple[float, float]:
-    give_gradients(model, 0)
-    assert all(shard.grad is not None and shard.grad.dtype == torch.bfloat16 for shard in model.shards)
-    squares = sum(shard.grad.double().square().sum() for shard in model.shards if shard.grad is not None)
-    return build_optimizer(plan, model).gradient_norm().item(), float(squares) ** 0.5
-
-
 ALL = torch.arange(1 << 16, dtype=torch.int32)
 KEYS = stream(1234, "weight", "model.norm.weight")
 NOISE_SHAPE = (512, 384)
@@ -210,20 +178,6 @@ def test_what_bf16_holds_stays_and_what_is_no_number_passes() -> None:
         assert same.all()
     payloads = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, -8388607], dtype=torch.int32).view(torch.float32)  # NaNs
     assert round_stochastically(payloads, torch.full((4,), 65535, dtype=torch.int32)).isnan().all()
-
-
-def test_small_updates_are_not_lost() -> None:
-    ones = torch.ones(1000)
-    stochastic, nearest, exact = ones.bfloat16(), ones.bfloat16(), ones.clone()
-    for step in range(1000):
-        exact += 1e-3
-        nearest = (nearest.float() + 1e-3).bfloat16()
-        stochastic = round_stochastically(stochastic.float() + 1e-3, made(step, size=(1000,), offset=(0,)))
-    assert nearest.unique().tolist() == [1.0]
-    assert exact[0].item() == pytest.approx(2.0, abs=1e-3)
-    # Each value is a random walk: 1,000 steps of up to 2^-7 with probability 1e-3 * 2^7 each, so a deviation of 0.08.
-    assert stochastic.float().mean().item() == pytest.approx(2.0, abs=5 * 0.08 / 1000**0.5)
-    assert 0.07 < stochastic.float().std().item() < 0.1
 
 
 def test_noise_is_uniform_and_independent() -> None:
