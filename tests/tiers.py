@@ -107,10 +107,6 @@ ROWS: dict[str, tuple[str, ...]] = {
         "bf16",
     ),
     "model/test_init.py::test_built_models_have_the_published_number_of_parameters": (),
-    "museum/test_museum.py::test_a_test_fails_under_the_mutation": (
-        "15, positions_continue_after_the_end_of_a_document",
-        "29, same_samples_on_each_rank",
-    ),
     "optim/test_optimizer.py::test_a_run_of_one_micro_batch_keeps_them_narrow_and_trains_the_same": (
         "1-layout0",
         "2-layout1",

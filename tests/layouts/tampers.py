@@ -16,12 +16,18 @@ from megatron.core.tensor_parallel import RowParallelLinear
 import megatron_llama.model.loss as loss
 import megatron_llama.model.norm as norm
 import megatron_llama.optim.muon as muon
+import megatron_llama.optim.norm as optim_norm
 import megatron_llama.optim.qk_clip as qk_clip
+import megatron_llama.parallel.parallelize as parallelize
+from megatron_llama.data.batches import Batches
 from megatron_llama.devices import HOST, device_named, torch_attention
+from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.devices.cpu import attention as cpu_attention
-from megatron_llama.model.inputs import MicroBatch
+from megatron_llama.model.inputs import InputBuilder, MicroBatch
+from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel, Shard, context, replicated_gradients
 from megatron_llama.parallel.pipeline import TokenTotals
+from megatron_llama.plan import Plan
 from megatron_llama.topology import zigzags
 from tests.parallel.symmetric_memory import wrong_pieces
 
@@ -93,6 +99,64 @@ def local_token_count(model: ParallelModel) -> None:
     model.count = local  # type: ignore[method-assign]
 
 
+def tokens_counted_on_each_tensor_parallel_rank(model: ParallelModel) -> None:
+    _scale_token_count(model, model.plan.config.trainer.tp)
+
+
+def tokens_divided_by_context_parallel_ranks(model: ParallelModel) -> None:
+    _scale_token_count(model, 1 / model.plan.config.trainer.cp)
+
+
+def _scale_token_count(model: ParallelModel, factor: float) -> None:
+    count = model.count
+
+    def scaled(batches: Sequence[MicroBatch]) -> TokenTotals:
+        totals = count(batches)
+        return totals._replace(with_loss=totals.with_loss * factor)
+
+    model.count = scaled  # type: ignore[method-assign]
+
+
+def loss_not_divided_in_pipelines(model: ParallelModel) -> None:
+    """The reported loss is divided by the tokens; the gradients are not."""
+    schedule = parallelize.run_schedule
+    parallelize.run_schedule = lambda chunks, plan, batches, total, *more: (
+        schedule(chunks, plan, batches, torch.ones_like(total), *more) / total
+    )
+
+
+def mean_of_microbatch_means(model: ParallelModel) -> None:
+    schedule = parallelize.run_schedule
+
+    def of_means(chunks: Any, plan: Plan, batches: Sequence[MicroBatch], total: torch.Tensor, *more: Any) -> Any:
+        share = total / (len(batches) * plan.dp)
+        means = [replace(batch, loss_mask=batch.loss_mask / batch.loss_mask.sum() * share) for batch in batches]
+        return schedule(chunks, plan, means, total, *more)
+
+    parallelize.run_schedule = of_means
+
+
+def same_samples_on_each_rank(model: ParallelModel) -> None:
+    of_rank = Batches._micro_batch
+
+    def of_the_first(self: Batches, indices: range, *more: Any) -> MicroBatch:
+        back = self.topology.place["dp"] * len(indices)
+        return of_rank(self, range(indices.start - back, indices.stop - back), *more)
+
+    Batches._micro_batch = of_the_first  # type: ignore[method-assign]
+
+
+def scheduler_stepped_per_microbatch(model: ParallelModel) -> None:
+    advance = Optimizer.advance
+
+    def advanced(self: Optimizer, updated: bool = True) -> None:
+        advance(self, updated)
+        for _ in range(self.model.plan.num_microbatches - 1):
+            self.scheduler.step()
+
+    Optimizer.advance = advanced  # type: ignore[method-assign]
+
+
 def mean_over_data_parallel_ranks(model: ParallelModel) -> None:
     for module in model.chunks[0].modules():
         if hasattr(module, "set_gradient_divide_factor"):
@@ -129,6 +193,20 @@ def loss_weights_only_in_the_loss(model: ParallelModel) -> None:
     loss._losses_and_gradients = lambda x, labels, weights, *how: original(x, labels, torch.ones_like(weights), *how)
 
 
+def exponentials_of_gathered_logits(model: ParallelModel) -> None:
+    """The vocabulary counts once per tensor-parallel rank."""
+    original = loss._losses_and_gradients
+
+    def counted(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, spec: loss.LossSpec) -> Any:
+        def statistics(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            largest, total = spec.softmax.statistics(values)
+            return largest, dist.get_world_size(spec.group) * total
+
+        return original(logits, labels, weights, replace(spec, softmax=spec.softmax._replace(statistics=statistics)))
+
+    loss._losses_and_gradients = counted
+
+
 def softmax_of_each_rank_alone(model: ParallelModel) -> None:
     original = loss._losses_and_gradients
     loss._losses_and_gradients = lambda x, ids, weights, spec: original(x, ids, weights, replace(spec, group=None))
@@ -155,6 +233,37 @@ def norms_count_copies(model: ParallelModel) -> None:
         yield from (tensor[rectangle.local_slices] for rectangle in shard.rectangles)
 
     Shard.owned = all_of_it  # type: ignore[method-assign]
+
+
+def norm_of_the_local_shard(model: ParallelModel) -> None:
+    optim_norm._global_norm = lambda norms, device: torch.cat(norms).norm()
+
+
+def norms_without_gradient(model: ParallelModel) -> None:
+    gradients = norm.norm_gradients
+
+    def of_the_input(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        grad_input, grad_weight = gradients(*arguments)
+        assert grad_weight is not None
+        return grad_input, torch.zeros_like(grad_weight)
+
+    norm.norm_gradients = of_the_input
+
+
+def documents_ignored(model: ParallelModel) -> None:
+    whole = InputBuilder.__call__
+
+    def build(self: InputBuilder, tokens: torch.Tensor, documents: Any = None, subsets: Any = None) -> Any:
+        return replace(whole(self, tokens, documents, subsets), visible=whole(self, tokens).visible)
+
+    InputBuilder.__call__ = build  # type: ignore[method-assign]
+
+
+def documents_begin_one_token_late(model: ParallelModel) -> None:
+    build = Documents.of.__func__  # type: ignore[attr-defined]
+    Documents.of = classmethod(  # type: ignore[method-assign, assignment]
+        lambda kind, ids: build(kind, torch.cat((ids[:, :1], ids[:, :-1]), dim=1))
+    )
 
 
 def window_of_one_token_more(model: ParallelModel) -> None:

@@ -195,6 +195,18 @@ BROKEN: list[tuple[Tamper, int, list[str], list[str]]] = [
     (tampers.replicated_gradients_twice, 4, [table.TP4, table.NO_SP, table.MICRO_4], []),
     (tampers.local_token_count, 2, [table.ZERO1], []),
     (tampers.mean_over_data_parallel_ranks, 2, [table.ZERO1], []),
+    (tampers.mean_over_data_parallel_ranks, 2, [table.ZERO0], []),
+    (tampers.tokens_counted_on_each_tensor_parallel_rank, 2, [table.TP2], []),
+    (tampers.tokens_divided_by_context_parallel_ranks, 2, [table.CP], []),
+    (tampers.loss_not_divided_in_pipelines, 2, [table.PP2], []),
+    (tampers.mean_of_microbatch_means, 1, [], []),
+    (tampers.same_samples_on_each_rank, 2, [table.ZERO1], []),
+    (tampers.scheduler_stepped_per_microbatch, 1, [], []),
+    (tampers.norm_of_the_local_shard, 2, [table.ZERO3], []),
+    (tampers.norms_without_gradient, 1, [], []),
+    (tampers.documents_ignored, 1, [], [table.DOCUMENTS]),
+    (tampers.documents_begin_one_token_late, 1, [], [table.DOCUMENTS]),
+    (tampers.exponentials_of_gathered_logits, 2, [table.TP2], []),
     (tampers.padding_in_the_loss, 2, [table.TP2], [table.ODD]),
     (tampers.last_chunk_of_the_head_lost, 1, [], []),
     (tampers.loss_weights_only_in_the_loss, 1, [], []),
@@ -243,8 +255,10 @@ def test_oracle_goes_red(tamper: Tamper, ranks: int, layout: list[str], model: l
     assert max(worst(result, expected).values()) > 5 * TOLERANCE
 
 
-def test_every_fault_is_used() -> None:
-    # A fault that no test uses is an error.
+def test_every_fault_is_used_and_the_page_of_silent_bugs_names_tampers() -> None:
     used = "".join(file.read_text() for file in Path(__file__).parent.parent.rglob("test_*.py"))
     defined = [name for name, value in vars(tampers).items() if getattr(value, "__module__", "") == tampers.__name__]
+    defined = [name for name in defined if not name.startswith("_")]
     assert [name for name in defined if not re.search(rf"\b{name}\b", used)] == []
+    rows = re.findall(r"^\|.*\| `(\w+)` \| `.*", (ROOT / "docs/design/silent_bugs.md").read_text(), re.MULTILINE)
+    assert len(rows) > 20 and {*rows} <= {*defined, same_everywhere.__name__}
