@@ -129,13 +129,12 @@ class Job:
         """Sends a signal to the batch script only, as --signal=B: does."""
         self.lab.command("scancel", "--batch", f"--signal={name}", str(self.number))
 
-    def wait(self, done: Callable[[], bool], limit: float, label: str) -> float:
+    def wait(self, done: Callable[[], bool], limit: float, label: str) -> None:
         begin = time.monotonic()
         while not done():
             if time.monotonic() - begin > limit:
                 raise AssertionError(f"no {label} within {limit} s: {self.facts}\n{self.log}")
             time.sleep(0.2)
-        return time.monotonic() - begin
 
     def wait_for_end(self, limit: float = 150.0) -> str:
         """The state it ends in; on the way it may be queued again, and then need not wait for two minutes."""
@@ -150,14 +149,9 @@ class Job:
         self.wait(ended, limit, "end")
         return self.state
 
-    def wait_for_requeue(self, restarts: int, limit: float) -> float:
+    def wait_for_requeue(self, restarts: int, limit: float) -> None:
         """Waits until it has been queued again so often, and shortens the two minutes that Slurm then waits."""
-        seconds = self.wait(
+        self.wait(
             lambda: (f := self.facts)["JobState"] == "PENDING" and int(f["Restarts"]) >= restarts, limit, "requeue"
         )
         self.update("StartTime=now+2")
-        return seconds
-
-
-Report = Callable[[str, str], None]
-"""Takes a row of results for docs/results: its label and value."""

@@ -1,25 +1,14 @@
-"""The SLURM cluster of cluster.py for the time of these tests; they are skipped, with the reason, where it can't be set
-up. $SLURM_REPORT names a file for the results."""
+"""The SLURM cluster of cluster.py for these tests, which are skipped, with the reason, where it can't be set up."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import SETUP, Lab, Report
-
-
-@pytest.fixture(scope="session")
-def report() -> Iterator[Report]:
-    """Takes rows; written out at the end where a file is named for it."""
-    rows = ["| what | seen |", "|---|---|"]
-    yield lambda label, value: rows.append(f"| {label} | {value} |")
-    if os.environ.get("SLURM_REPORT") and rows[2:]:
-        Path(os.environ["SLURM_REPORT"]).write_text("\n".join(rows) + "\n")
+from tests.slurm.cluster import SETUP, Lab
 
 
 @pytest.fixture(scope="session")

@@ -1,80 +1,43 @@
-"""The doctor on four nodes with injected faults: each fault is reported with a fix.
-
-$DOCTOR_REPORT names a file for the printed pages of docs/results/doctor.md, e.g. for ``pytest -m slurm``."""
+"""The doctor on four nodes with injected faults: each fault is reported with a fix."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from megatron_llama.tools import slurm
-from megatron_llama.tools.doctor.examination import DoctorReport
-from megatron_llama.tools.doctor.finding import Finding, NodeState
-from megatron_llama.tools.doctor.network import ClockReading
 from megatron_llama.tools.sweep import cli
 from megatron_llama.tools.sweep.cli import main
 from tests.paths import ROOT
 from tests.processes import losses
-from tests.slurm.cluster import TINY, Lab, Report, plain
+from tests.slurm.cluster import TINY, Lab, plain
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 FAULTS = ROOT / "tests" / "slurm" / "faulty_nodes"
 SETTINGS = ["model=llama_2m", "trainer.tp=2", "trainer.dp=2", "device=cpu"]
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-class Doctor:
-    """``scripts/doctor.py`` on the lab, and its pages for the report."""
+@pytest.fixture
+def doctor(lab: Lab) -> Run:
+    """``scripts/doctor.py --json`` on the four nodes."""
 
-    def __init__(self, lab: Lab) -> None:
-        self.lab = lab
-        self.pages: list[str] = []
-
-    def __call__(self, title: str, *words: str, **variables: str) -> tuple[int, list[dict[str, Any]]]:
-        """The exit status and the findings of one examination."""
-        done = self.run([*words, "--json"], variables)
-        assert done.stdout, done.stderr
-        report_json = json.loads(done.stdout)
-        report = DoctorReport(
-            nodes=[NodeState(**node) for node in report_json["nodes"]],
-            readings=[reading and ClockReading(**reading) for reading in report_json["readings"]],
-            findings=[Finding(**finding) for finding in report_json["findings"]],
-            measured=report_json["measured"],
-            seconds=report_json["seconds"],
-        )
-        command = " ".join(["srun --nodes 4 --ntasks-per-node 1 python scripts/doctor.py", *words])
-        text = f"## {title}\n\n    {command}\n\n```\n{report.page(colour=False)}```\n"
-        self.pages.append(text.replace(str(self.lab.checkout), "/shared"))
-        return done.returncode, report_json["findings"]
-
-    def run(self, words: Any, more: dict[str, str]) -> subprocess.CompletedProcess[str]:
-        variables = self.lab.variables | {
-            "SLURM_CONF": f"{self.lab.home}/etc/slurm.conf",
-            "PATH": f"{self.lab.home}/bin:{self.lab.variables['PATH']}",
-            "PYTHONPATH": f"{FAULTS}:{ROOT}",
-            **more,
-        }
-        command = ["srun", "--nodes=4", "--ntasks-per-node=1", str(self.lab.python), "scripts/doctor.py", *words]
+    def run(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        variables = lab.client | {"PYTHONPATH": f"{FAULTS}:{ROOT}", **more}
+        command = ["srun", "--nodes=4", "--ntasks-per-node=1", str(lab.python), "scripts/doctor.py", *SETTINGS, *words]
         return subprocess.run(
-            command, env=variables, cwd=self.lab.checkout, capture_output=True, text=True, timeout=280
+            [*command, "--json"], env=variables, cwd=lab.checkout, capture_output=True, text=True, timeout=280
         )
 
-
-@pytest.fixture(scope="module")
-def doctor(lab: Lab) -> Iterator[Doctor]:
-    made = Doctor(lab)
-    yield made
-    if path := os.environ.get("DOCTOR_REPORT"):
-        Path(path).write_text("\n".join(made.pages))
+    return run
 
 
 @contextmanager
@@ -121,83 +84,79 @@ def _node_pid(lab: Lab, node: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
 
 
-Check = Callable[[dict[str, Any]], bool]
+def slow(lab: Lab) -> AbstractContextManager[None]:
+    qdisc = "tc qdisc add dev eth0 root tbf rate 40mbit burst 64kb latency 400ms"
+    return on_node(lab, "n3", qdisc, "tc qdisc del dev eth0 root")
 
 
-def only(findings: list[dict[str, Any]], check: str, severity: str, where: str) -> dict[str, Any]:
-    """The one finding of a check."""
-    (finding,) = [finding for finding in findings if finding["check"] == check]
-    assert (finding["severity"], finding["where"]) == (severity, where), finding
-    assert finding["remedy"]
-    return finding
+def full(lab: Lab) -> AbstractContextManager[None]:
+    (cache := lab.checkout / "cache").mkdir()
+    return small_disk(lab, "n3", cache)
 
 
-def test_healthy_nodes(doctor: Doctor) -> None:
-    status, findings = doctor("Nothing put in", *SETTINGS, "--quick")
-    assert status == 0
-    assert not [finding for finding in findings if finding["severity"] == "breaks"]
+class Fault(NamedTuple):
+    """An injected fault, and the finding that reports it."""
+
+    check: str
+    severity: str
+    where: str
+    texts: tuple[str, ...]
+    """Parts of the finding."""
+    remedy: str
+    words: tuple[str, ...] = ("--quick",)
+    inject: Callable[[Lab], AbstractContextManager[Any]] = lambda lab: nullcontext()
+    variables: dict[str, str] = {}
 
 
-def test_a_blocked_port(doctor: Doctor, lab: Lab) -> None:
-    with blocked(lab, "n3", "10.77.0.2"):
-        status, findings = doctor("A port that is blocked, from n2 to n3", *SETTINGS, "--quick")
-    assert status == 2, "no run would get further"
-    finding = only(findings, "pairs", "breaks", "n2 → n3")
-    assert "10.77.0.2 cannot connect to 10.77.0.3" in finding["what"] and "no answer within" in finding["what"]
-    assert "firewall" in finding["remedy"]
+COMPILED = ("trainer.compile=true", "trainer.compile_cache=cache", "--quick")
+NO_ROOM = ("trainer.steps=10000000", "checkpoint.every_steps=1", "--quick")
+INJECTED = {
+    "blocked port": Fault(
+        *("pairs", "breaks", "n2 → n3", ("10.77.0.2 cannot connect to 10.77.0.3", "no answer within"), "firewall"),
+        inject=lambda lab: blocked(lab, "n3", "10.77.0.2"),
+    ),
+    "slow link": Fault("links", "warns", "n3", ("all links are slow",), "--exclude=n3", (), slow),
+    "full disk": Fault(
+        *("disks", "breaks", "n3", ("compile_cache", "No space left on device"), "trainer.compile_cache=PATH"),
+        *(COMPILED, full),
+    ),
+    "many checkpoints": Fault("disks", "warns", "", ("a checkpoint takes",), "checkpoint.keep=", NO_ROOM),
+    "wrong clock": Fault(
+        *("clocks", "warns", "n4", ("37.5 s ahead of n1",), "chrony"),
+        variables={"FAULTY_NODE": "n4", "FAULTY_CLOCK": "37.5"},
+    ),
+    "other torch": Fault(
+        *("versions", "breaks", "n2", ("torch 2.11.0; n1 has ",), "pip install torch=="),
+        variables={"FAULTY_NODE": "n2", "FAULTY_TORCH": "2.11.0"},
+    ),
+}
 
 
-def test_a_blocked_rendezvous(doctor: Doctor, lab: Lab) -> None:
+@pytest.mark.parametrize("fault", INJECTED.values(), ids=INJECTED)
+def test_a_fault_is_reported_with_its_remedy(fault: Fault, doctor: Run, lab: Lab) -> None:
+    """The status is 2 if no run would get further."""
+    with fault.inject(lab):
+        done = doctor(*fault.words, **fault.variables)
+    findings = json.loads(done.stdout)["findings"]
+    (finding,) = [
+        each
+        for each in findings
+        if each["check"] == fault.check and fault.where in each["where"] and fault.texts[0] in each["what"]
+    ]
+    assert finding["severity"] == fault.severity and fault.remedy in finding["remedy"], finding
+    assert all(text in finding["what"] for text in fault.texts), finding
+    assert done.returncode == (2 if fault.severity == "breaks" else 0), "slow is not broken"
+
+
+def test_healthy_nodes_and_a_blocked_rendezvous(doctor: Run, lab: Lab) -> None:
     """The first node also reports a node that cannot connect."""
+    done = doctor("--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not [finding for finding in json.loads(done.stdout)["findings"] if finding["severity"] == "breaks"]
     with blocked(lab, "n1", "10.77.0.4"):
-        shown = doctor.run([*SETTINGS, "--quick", "--json"], {})
-    assert shown.returncode == 2, shown.stdout + shown.stderr
-    assert shown.stdout.count("n4 → n1") == 2, "reported by n4 and by n1"
-    assert "firewall" in shown.stdout
-
-
-def test_a_slow_link(doctor: Doctor, lab: Lab) -> None:
-    slow = "tc qdisc add dev eth0 root tbf rate 40mbit burst 64kb latency 400ms"
-    with on_node(lab, "n3", slow, "tc qdisc del dev eth0 root"):
-        status, findings = doctor("n3 sends no more than 40 Mbit/s", *SETTINGS)
-    assert status == 0, "slow is not broken"
-    (finding,) = [finding for finding in findings if finding["check"] == "links" and finding["where"] == "n3"]
-    assert "all links are slow" in finding["what"] and "--exclude=n3" in finding["remedy"]
-
-
-def test_a_full_disk(doctor: Doctor, lab: Lab) -> None:
-    cache = lab.checkout / "cache"
-    cache.mkdir()
-    words = ["trainer.compile=true", f"trainer.compile_cache={cache}"]
-    with small_disk(lab, "n3", cache):
-        status, findings = doctor("The disk of n3's compile cache is full", *SETTINGS, *words, "--quick")
-    assert status == 2
-    finding = only([each for each in findings if "compile_cache" in each["what"]], "disks", "breaks", "n3")
-    assert "No space left on device" in finding["what"] and "trainer.compile_cache=PATH" in finding["remedy"]
-
-
-def test_a_disk_too_small_for_the_checkpoints(doctor: Doctor) -> None:
-    words = ["trainer.steps=10000000", "checkpoint.every_steps=1"]
-    status, findings = doctor("More checkpoints than the disk takes", *SETTINGS, *words, "--quick")
-    assert status == 0, "they may be removed meanwhile"
-    (finding,) = [each for each in findings if each["check"] == "disks" and "a checkpoint takes" in each["what"]]
-    assert finding["severity"] == "warns" and "checkpoint.keep=" in finding["remedy"]
-
-
-def test_a_wrong_clock(doctor: Doctor) -> None:
-    faults = {"FAULTY_NODE": "n4", "FAULTY_CLOCK": "37.5"}
-    status, findings = doctor("n4's clock is 37.5 s ahead", *SETTINGS, "--quick", **faults)
-    assert status == 0
-    finding = only(findings, "clocks", "warns", "n4")
-    assert "37.5 s ahead of n1" in finding["what"] and "chrony" in finding["remedy"]
-
-
-def test_two_versions_of_torch(doctor: Doctor) -> None:
-    faults = {"FAULTY_NODE": "n2", "FAULTY_TORCH": "2.11.0"}
-    status, findings = doctor("n2 has another torch", *SETTINGS, "--quick", **faults)
-    assert status == 2
-    finding = only(findings, "versions", "breaks", "n2")
-    assert finding["what"].startswith("torch 2.11.0; n1 has ") and "pip install torch==" in finding["remedy"]
+        done = doctor("--quick")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stdout.count("n4 → n1") == 2 and "firewall" in done.stdout, "reported by n4 and by n1"
 
 
 def test_a_fatal_problem_ends_a_batch_job(lab: Lab) -> None:
@@ -208,7 +167,7 @@ def test_a_fatal_problem_ends_a_batch_job(lab: Lab) -> None:
 
 
 def test_each_run_of_a_sweep_is_a_job(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: Report, capsys: pytest.CaptureFixture[str]
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in lab.client.items():
         monkeypatch.setenv(name, value)
@@ -217,9 +176,7 @@ def test_each_run_of_a_sweep_is_a_job(
     folder = tmp_path / "s"
     options = f"--nodes=2 --output={lab.checkout}/slurm-%j.out"
     line = ["-m", f"--slurm={options}", *TINY, "trainer.steps=3", "optim.lr=1e-3,1e-4", f"run.dir={folder}"]
-    begin = time.monotonic()
     assert main(line) == 0, capsys.readouterr().out
-    seconds = time.monotonic() - begin
     ends = [losses(folder / f"optim.lr_{lr}") for lr in ("0.001", "0.0001")]
     assert [len(end) for end in ends] == [3, 3] and ends[0] != ends[1]
     assert ends[1] == plain(tmp_path / "plain", *TINY, "trainer.steps=3", "optim.lr=1e-4"), "to the bit"
@@ -232,9 +189,6 @@ def test_each_run_of_a_sweep_is_a_job(
     first = jobs()
     assert len(set(first)) == 2 and all((lab.checkout / "logs" / job).is_dir() for job in first)
     assert main(line) == 0 and jobs() == first, "finished runs are not submitted again"
-    report(
-        "`python train.py -m '--slurm=--nodes 2' optim.lr=1e-3,1e-4`: a job each, then the table", f"{seconds:.0f} s"
-    )
 
 
 SEARCHED = "trainer.global_batch_size=4 trainer.micro_batch_size=1 trainer.recompute=none trainer.zero=1 trainer.vpp=1"
