@@ -6,7 +6,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -149,13 +148,6 @@ class Runtime:
     def spawn(self, folder: Path, *overrides: str, devices: int, **settings: str) -> Run:
         """Run ``train`` with a Python process for the command and for each rank, as on a GPU."""
         return self.start([train_words(folder, overrides)], folder, devices, settings)
-
-    def ranks(self, module: str, folder: Path, ranks: int, **settings: str) -> Run:
-        """Run a module of the tests in ``ranks`` processes with torch.distributed's variables."""
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = str(listener.getsockname()[1])
-        job = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **settings}
-        return self.start([["-m", module]] * ranks, folder, ranks, job)
 
     def start(self, commands: Sequence[Sequence[str]], folder: Path, devices: int, settings: dict[str, str]) -> Run:
         """Run Python once per command, at the same time; wait for all. The status is the first that is not 0."""

@@ -16,8 +16,6 @@ ACCESSES = "HOST_CUDA_ACCESSES"
 """Variable that records the memory that each operator reads and writes."""
 FAULT = "HOST_CUDA_FAULT"
 """Variable with names of ``faults.FAULTS``, separated by commas: mistakes in each step that the tests must find."""
-SANITIZER = "HOST_CUDA_SANITIZER"
-"""Variable that runs all steps under torch's stream sanitizer, which raises at a use without an order."""
 NO_COPIES = "HOST_CUDA_NO_COPIES"
 """Variable that omits the comparison of weights that ranks share."""
 STEP_START, STEP_END = "step_start", "step_end"
@@ -101,14 +99,6 @@ def prepare_steps(loop: ModuleType) -> None:
     loop.LabelCheck.check = lambda *_: None  # type: ignore[attr-defined]
 
 
-@functools.cache
-def enable_sanitizer() -> None:
-    """Enable torch's stream sanitizer in this process until its end."""
-    from torch.cuda import _sanitizer
-
-    _sanitizer.enable_cuda_sanitizer()
-
-
 def _without_losses(read_scalars: Any) -> Any:
     @functools.wraps(read_scalars)
     def read(*args: Any, **kwargs: Any) -> Any:
@@ -121,8 +111,6 @@ def _without_losses(read_scalars: Any) -> Any:
 def _prepared(training_step: Any) -> Any:
     @functools.wraps(training_step)
     def step(number: int, *args: Any, **kwargs: Any) -> Any:
-        if os.environ.get(SANITIZER):
-            enable_sanitizer()
         with ExitStack() as changes:
             if os.environ.get(ACCESSES):
                 from tests.cuda.accesses import Accesses

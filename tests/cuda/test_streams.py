@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cuda.harness import Runtime
-from tests.cuda.in_process import ACCESSES, FAULT, SANITIZER
+from tests.cuda.in_process import ACCESSES, FAULT
 from tests.cuda.log import Call, ProcessLog
 from tests.cuda.streams import conflicts
 
@@ -99,30 +99,3 @@ def test_a_fault_stops_the_run(runtime: Runtime, tmp_path: Path, fault: str) -> 
     ranks, messages = STOPPED[fault]
     run = runtime.train(tmp_path, "trainer.steps=1", f"trainer.tp={ranks}", devices=ranks, **{FAULT: fault})
     assert run.status and all(message in run.output for message in messages), run.output[-2000:]
-
-
-REPORT = "CSAN detected a possible data race on tensor"
-SANITIZED: dict[str, tuple[int, tuple[str, ...]]] = {
-    "one rank": (1, ()),
-    "offloaded activations": (1, ("trainer.offload=[activations]",)),
-    "offloaded optimizer": (1, ("trainer.offload=[optimizer]",)),
-    "dp 2, zero 3": (2, ZERO_3),
-    "tp 2, pp 2": (4, ("trainer.tp=2", "trainer.pp=2")),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "overrides"), SANITIZED.values(), ids=SANITIZED)
-def test_no_report_of_the_sanitizer(runtime: Runtime, tmp_path: Path, ranks: int, overrides: tuple[str, ...]) -> None:
-    """torch's stream sanitizer compares addresses at which tensors begin, in eager operators. It forgets memory that is
-    freed, so it does not report a use after a free; ``streams.conflicts`` does."""
-    run = runtime.train(tmp_path, *overrides, devices=ranks, **{SANITIZER: "1"}).check()
-    assert [list(log.steps) for log in run.logs] == [[1, 2, 3]] * ranks
-    assert "CSAN" not in run.output
-
-
-@pytest.mark.slow
-def test_a_missing_wait_is_reported(runtime: Runtime, tmp_path: Path) -> None:
-    run = runtime.train(tmp_path, *ZERO_3, devices=2, **{SANITIZER: "1", FAULT: "missing event"})
-    assert run.status and REPORT in run.output, run.output[-2000:]
-    assert "CUDASanitizerErrors: detected" in run.output.splitlines()[-1]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cuda import more_rows, rows
+from tests.cuda import fused_attention, rows
 from tests.cuda.harness import Runtime
 from tests.cuda.in_process import ACCESSES, NO_COPIES
 from tests.cuda.log import differences
@@ -80,7 +80,7 @@ def test_layout(runtime: Runtime, tmp_path: Path, ranks: int, layout: list[str],
 
 
 @pytest.mark.parametrize(
-    ("ranks", "settings"), [row[1:] for row in more_rows.ROWS], ids=[row[0] for row in more_rows.ROWS]
+    ("ranks", "settings"), [row[1:] for row in rows.SETTINGS], ids=[row[0] for row in rows.SETTINGS]
 )
 def test_setting(runtime: Runtime, tmp_path: Path, ranks: int, settings: list[str]) -> None:
     check(runtime, tmp_path, ranks, settings)
@@ -88,7 +88,7 @@ def test_setting(runtime: Runtime, tmp_path: Path, ranks: int, settings: list[st
 
 def test_copies_are_compared(runtime: Runtime, tmp_path: Path) -> None:
     """A comparison reads the device outside steps, and finds equal copies."""
-    check(runtime, tmp_path, 4, [*more_rows.COPIES])
+    check(runtime, tmp_path, 4, [*rows.COPIES])
 
 
 EXACT = [(1, []), (2, ["trainer.tp=2"]), (2, ["trainer.zero=3"]), (4, ["trainer.tp=2", "trainer.pp=2"])]
@@ -98,3 +98,9 @@ EXACT = [(1, []), (2, ["trainer.tp=2"]), (2, ["trainer.zero=3"]), (4, ["trainer.
 def test_exact_mode(runtime: Runtime, tmp_path: Path, ranks: int, layout: list[str]) -> None:
     """Exact mode waits twice per step: its optimizer reads on the host whether the step is skipped."""
     check(runtime, tmp_path, ranks, ["trainer.exact=true", *layout], WAITS_OF_A_STEP + 1)
+
+
+@pytest.mark.parametrize("package", fused_attention.PACKAGES)
+def test_fused_attention_is_used_where_it_is_installed(runtime: Runtime, tmp_path: Path, package: str) -> None:
+    run = runtime.start([["-m", fused_attention.__name__, package]], tmp_path, 1, {}).check()
+    assert run.output.endswith("done\n")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -220,6 +222,11 @@ def test_more_ranks_than_gpus_is_the_users_mistake(monkeypatch: pytest.MonkeyPat
             cuda.DEVICE.enter(2, 3)
 
 
+def test_times_between_events_are_seconds() -> None:
+    start = SimpleNamespace(elapsed_time=lambda end: 2500.0 if end.synchronize.called else 0.0)
+    assert cuda.DEVICE.elapsed_seconds(start, Mock()) == 2.5
+
+
 def test_where_inductor_keeps_its_graphs(tmp_path: Path) -> None:
     for device in (cpu.DEVICE, cuda.DEVICE):
         variables = device.compile_environment(tmp_path)
@@ -227,14 +234,6 @@ def test_where_inductor_keeps_its_graphs(tmp_path: Path) -> None:
         assert all(Path(value).is_relative_to(tmp_path) for value in variables.values())
         assert len(set(variables.values())) == 2
         assert device.count_compiled_graphs(tmp_path) is None and device.ahead_of_time_environment() == {}
-
-
-def test_the_seed_reaches_torch() -> None:
-    drawn = []
-    for seed in (7, 8, 7):
-        get_device("cpu").seed(seed)
-        drawn.append(torch.rand(4).tolist())
-    assert drawn[0] == drawn[2] != drawn[1]
 
 
 def test_variables_of_a_gpu_follow_from_the_layout() -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_llama.arch.flops import flops_per_token
-from megatron_llama.arch.names import TensorParallel, is_lora, lora_shapes, rectangles
+from megatron_llama.arch.names import lora_shapes
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.optim import build_optimizer
@@ -160,24 +160,6 @@ def _sizes(plan: Plan, model: ParallelModel) -> tuple[int, int, int, int]:
     moments = sum(moment.nbytes for _, _, moment in build_optimizer(plan, model).states())
     sizes = [sum(s.local.numel() for s in model.shards if s.is_trained is trained) for trained in (True, False)]
     return sizes[0], sizes[1], moments, plan.topology(torch.distributed.get_rank()).place["pp"]
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_names_cover_every_value_once(tp: int, kv_heads: int, tmp_path: Path) -> None:
-    plan = make_plan(tp, tmp_path, *LORA, f"trainer.tp={tp}", f"model.num_key_value_heads={kv_heads}")
-    model, finetune = plan.model, plan.config.finetune
-    counted = {name: torch.zeros(shape) for name, shape in lora_shapes(model, finetune).items()}
-    for rank in range(tp):
-        for layer in range(model.num_hidden_layers):
-            for owner in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
-                for side in ("lora_A", "lora_B"):
-                    parameter = f"layers.{layer}.{owner}.{side}"
-                    for rectangle in rectangles(parameter, model, TensorParallel(rank, tp), 64, finetune):
-                        assert is_lora(rectangle.name) and rectangle.global_shape == counted[rectangle.name].shape
-                        where = tuple(slice(o, o + n) for o, n in zip(rectangle.offset, rectangle.size, strict=True))
-                        counted[rectangle.name][where] += rectangle.replica == 0
-    assert all((tensor == 1).all() for tensor in counted.values())
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(1, []), (2, SP), (2, ZERO_3)], ids=["one", "tp2+sp", "zero 3"])

@@ -65,7 +65,7 @@ def test_what_is_a_finding(
 ) -> None:
     monkeypatch.setattr(runner, "CASE_SECONDS", 0.2)
     if words == "no answer":
-        monkeypatch.setattr(runner, "SILENCE_SECONDS", 2.0)
+        monkeypatch.setattr(runner, "SILENCE_SECONDS", 0.5)
     outcome = fuzz(_target(read), tmp_path, 1, 3)
     if words is None:
         assert outcome.finding is None and outcome.cases == 3

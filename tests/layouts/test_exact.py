@@ -6,9 +6,6 @@ import pytest
 import torch
 
 from megatron_llama.devices import get_device
-from megatron_llama.parallel import ParallelModel
-from megatron_llama.parallel.exact import gradients
-from megatron_llama.parallel.exact.sums import Tree
 from tests.layouts.table import BIAS_EPS, BIASES, EXACT, EXACT_QUICK, exact_rows
 from tests.oracle import TOLERANCE, Result, oracle, run_layout, worst
 from tests.rows import rows
@@ -89,43 +86,3 @@ def test_results_equal_the_usual_ones_within_rounding() -> None:
     model = *BIASES, BIAS_EPS
     differences = worst(oracle(EXACT, *model), oracle(*model))
     assert all(difference <= TOLERANCE for difference in differences.values()), differences
-
-
-def other_order_of_blocks(model: ParallelModel) -> None:
-    once = Tree.total
-
-    def swapped(self: Tree, nodes: list[torch.Tensor], *, scatter: bool = False) -> torch.Tensor:
-        # Three blocks and more: the sum of two does not depend on their order.
-        return once(self, [nodes[-1], *nodes[:-1]], scatter=scatter)
-
-    Tree.nodes = lambda self, leaves: [leaf.float() for leaf in leaves]  # type: ignore[method-assign]
-    Tree.total = swapped  # type: ignore[method-assign]
-
-
-def gradients_in_fp32(model: ParallelModel) -> None:
-    exact: gradients.ExactSums = model.replicated  # type: ignore[assignment]
-    for total in exact.totals.values():
-        total.add = total_in_fp32(total)  # type: ignore[method-assign]
-
-
-def total_in_fp32(total: gradients.Total) -> object:
-    sums: dict[tuple, torch.Tensor] = {}
-
-    def add(values: torch.Tensor, *where: slice) -> None:
-        key = tuple((part.start, part.stop) for part in where)
-        before = sums.get(key)
-        sums[key] = values.float() if before is None else before + values
-        total._buffer(values.device)[where] = (sums[key] * 2.0**50).to(torch.int64)
-
-    return add
-
-
-def test_another_order_of_one_sum_is_detected() -> None:
-    assert differing(run_layout(1, EXACT, tamper=other_order_of_blocks), oracle(EXACT))
-
-
-def test_rounded_sums_of_gradients_are_detected() -> None:
-    expected = run_layout(1, EXACT, "trainer.micro_batch_size=1", steps=1)
-    layout = "trainer.micro_batch_size=1", "trainer.zero=1"
-    assert not differing(run_layout(2, EXACT, *layout, steps=1), expected)
-    assert differing(run_layout(2, EXACT, *layout, steps=1, tamper=gradients_in_fp32), expected)

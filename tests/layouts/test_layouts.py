@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.verify.parity import exact_results
 from megatron_llama.parallel import ParallelModel
-from megatron_llama.plan import Plan
 from tests.compiled import needs_compiler, skip_without_compiler
 from tests.layouts import table, tampers
 from tests.layouts.table import LAYOUTS
@@ -20,16 +19,11 @@ from tests.oracle import (
     TOLERANCE,
     Result,
     Tamper,
-    Tensors,
-    make_plan,
     oracle,
-    rank_groups,
-    rank_model,
     run_layout,
     worst,
 )
 from tests.paths import ROOT
-from tests.ranks import run_ranks
 from tests.rows import rows
 
 BF16 = "trainer.precision=bf16"
@@ -110,24 +104,6 @@ def test_the_overlapped_row_runs_products_with_collectives_inside() -> None:
 def test_chunks_of_the_loss_change_nothing(ranks: int, layout: list[str], model: list[str], how: Tamper) -> None:
     differences = worst(run_layout(ranks, *layout, *model, tamper=how), oracle(*model))
     assert all(difference <= TOLERANCE for difference in differences.values()), differences
-
-
-def test_tensor_parallel_ranks_hold_different_shards() -> None:
-    # The best-known small 3D trainer gives all tensor-parallel ranks the same random shard and trains a half-width
-    # model.
-    one, other = run_ranks(initial_shards, 2, make_plan(2, table.TP2))
-    split = [name for name, values in one.items() if values.dim() == 2]
-    assert len(split) == 4 * 7 + 2
-    for name in split:
-        assert not torch.equal(one[name], other[name]), f"both ranks begin with the same half of {name}"
-    assert len({tensor.sum().item() for tensor in oracle().initial.values() if tensor.dim() == 2}) == len(split)
-
-
-def initial_shards(rank: int, plan: Plan) -> Tensors:
-    """Return a rank's weights before the first step."""
-    with rank_groups(plan, rank):
-        shards = [(part, shard) for shard in rank_model(plan, rank).shards for part in shard.rectangles]
-        return {part.name: shard.local[part.local_slices].clone() for part, shard in shards}
 
 
 def same_everywhere(model: ParallelModel) -> None:

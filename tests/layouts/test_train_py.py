@@ -52,13 +52,6 @@ def test_twenty_steps(
     assert expected[-1] < expected[0]  # it learns, so there is something to compare
 
 
-@pytest.mark.slow
-def test_different_seeds_differ(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    expected = one_process(tmp_path_factory.getbasetemp() / "one_process")
-    actual = train(tmp_path / "run", "trainer.seed=7")
-    assert max(abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True)) > TOLERANCE
-
-
 LAYOUTS_IN_TURN = (
     {},
     {"tp": 2},

@@ -37,7 +37,6 @@ std::mutex& mutex = *new std::mutex;
 std::condition_variable& changed = *new std::condition_variable;
 std::vector<Stream*>& streams = *new std::vector<Stream*>{new Stream(0)};
 std::atomic<long> next_event{1};
-std::atomic<double> set_clock{-1.0};
 
 // Completions of the task that a stream's thread runs. They are published when the stream is no longer busy with it.
 // Else a host that waited for an event could record the next one while the stream seems busy: it would be queued, and
@@ -90,8 +89,7 @@ Event* as_event(cudaEvent_t event) { return reinterpret_cast<Event*>(event); }
 bool is_done(const Event* event) { return !event->last || event->last->done; }
 
 void complete(const std::shared_ptr<Completion>& completion) {
-  double clock = set_clock;
-  completion->seconds = clock >= 0.0 ? clock : host_cuda_seconds();
+  completion->seconds = host_cuda_seconds();
   if (is_stream_thread) return finished.push_back(completion);
   std::lock_guard<std::mutex> lock(mutex);
   completion->done = true;
@@ -138,7 +136,6 @@ void host_cuda_drain_all() {
 
 extern "C" {
 
-void host_cuda_set_clock(double seconds) { set_clock = seconds; }
 
 void host_cuda_mark_access(const char* text, cudaStream_t stream) {
   host_cuda_record("ACCESS %s stream=%ld", text, host_cuda_stream_number(stream));

@@ -24,8 +24,5 @@ void host_cuda_enqueue(cudaStream_t stream, Task task);
 void host_cuda_drain(cudaStream_t stream);
 extern "C" void host_cuda_drain_all();
 
-// Sets the clock that recorded events read, in seconds. A negative value selects the machine's clock again.
-extern "C" void host_cuda_set_clock(double seconds);
-
 // Adds a line of the Python program to the log: the memory that an operator of the stream uses.
 extern "C" void host_cuda_mark_access(const char* text, cudaStream_t stream);
