@@ -69,8 +69,9 @@ def flops_per_token(model: ModelConfig, seq_length: float, finetune: FinetuneCon
     matmuls = 2 * FORWARD_AND_BACKWARD * matmul_parameters(model)
     if finetune is not None and finetune.method == "lora":
         head = model.vocab_size * model.hidden_size if "lm_head" in finetune.modules_to_save else 0
+        layers = range(model.num_hidden_layers)
         matmuls -= 2 * (matmul_parameters(model) - head)
-        matmuls += 2 * FORWARD_AND_BACKWARD * lora_parameters(model, finetune, model.num_hidden_layers)
+        matmuls += 2 * FORWARD_AND_BACKWARD * lora_parameters(model, finetune, layers, padded=False)
     attention = model.num_hidden_layers * model.num_attention_heads * head_dim(model) * seq_length
     return FlopsPerToken(matmuls + CAUSAL * attention, matmuls + FULL * attention)
 

@@ -7,8 +7,11 @@ that no other code depends on how a matrix is sharded.
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, replace
 
+from megatron_llama.arch.adapters import layer_adapters, module_name
 from megatron_llama.arch.shapes import (
     FUSED,
     KV_MODULES,
@@ -20,11 +23,13 @@ from megatron_llama.arch.shapes import (
     matrices,
     qk_norm,
     qk_norm_shapes,
+    trains_bias,
 )
 from megatron_llama.config import FinetuneConfig, ModelConfig
 
 Shape = tuple[int, ...]
 EMBEDDING = "model.embed_tokens.weight"
+_BIAS = re.compile(r"(?:.*\.)?layers\.(?P<layer>\d+)\.\w+\.(?P<module>\w+)(?:\.base_layer)?\.bias")
 # PEFT's prefix of a model's names in an adapter file.
 PEFT_PREFIX = "base_model.model."
 MAGNITUDE = "lora_magnitude_vector"
@@ -90,10 +95,11 @@ def hf_shapes(model: ModelConfig) -> dict[str, Shape]:
 def lora_shapes(model: ModelConfig, finetune: FinetuneConfig) -> dict[str, Shape]:
     """Return the shapes of LoRA's tensors under PEFT's names: A is [rank, in], B [out, rank], a magnitude [out]."""
     shapes: dict[str, Shape] = {}
-    for name, (rows, columns) in ((n, s) for n, s in hf_shapes(model).items() if len(s) == 2):
-        if name.split(".")[-2] in finetune.lora_target_modules:
-            shapes[lora_name(name, "lora_A")] = (finetune.lora_rank, columns)
-            shapes[lora_name(name, "lora_B")] = (rows, finetune.lora_rank)
+    for layer in range(model.num_hidden_layers):
+        for module, adapter in layer_adapters(model, finetune, layer).items():
+            (rows, columns), name = matrices(model)[module].shape, f"{module_name(layer, module)}.weight"
+            shapes[lora_name(name, "lora_A")] = (adapter.rank, columns)
+            shapes[lora_name(name, "lora_B")] = (rows, adapter.rank)
             if finetune.use_dora:
                 shapes[lora_name(name, MAGNITUDE)] = (rows,)
     return shapes
@@ -115,9 +121,21 @@ def is_block_matrix(parameter: str) -> bool:
     return kind == "weight" and stem.rpartition(".")[2] in FUSED
 
 
-def is_saved_module(name: str, finetune: FinetuneConfig) -> bool:
-    """Return whether a weight is in modules_to_save, by the ending of its name, as in PEFT."""
+def is_saved_module(name: str, model: ModelConfig, finetune: FinetuneConfig) -> bool:
+    """Return whether LoRA trains a weight or bias in full: modules_to_save, by the ending as in PEFT, and ``bias``."""
+    if (bias := _BIAS.fullmatch(name)) is not None:
+        return trains_bias(model, finetune, int(bias["layer"]), bias["module"])
     return name.removesuffix(".weight").endswith(tuple(finetune.modules_to_save))
+
+
+def peft_name(name: str, model: ModelConfig, finetune: FinetuneConfig) -> str:
+    """Return PEFT's name of a trained tensor. The bias of an adapted matrix belongs to PEFT's ``base_layer``."""
+    if is_lora(name):
+        return name
+    bias = _BIAS.fullmatch(name)
+    if bias is not None and bias["module"] in layer_adapters(model, finetune, int(bias["layer"])):
+        name = name.replace(".bias", ".base_layer.bias")
+    return PEFT_PREFIX + name
 
 
 def rectangles(
@@ -168,9 +186,13 @@ def rectangles(
 
 
 def whole_shape(parameter: str, model: ModelConfig, finetune: FinetuneConfig | None = None) -> Shape:
-    """Return the unsharded shape of a parameter, without padding."""
+    """Return the unsharded shape of a parameter, without padding.
+
+    LoRA's B with different ranks has the largest number of columns that divides them, so that blocks are whole.
+    """
     parts = rectangles(parameter, model, TensorParallel(0, 1), model.vocab_size, finetune)
-    return (sum(part.size[0] for part in parts), *parts[0].size[1:])
+    columns = math.gcd(*(part.size[1] for part in parts)) if len(parts[0].size) == 2 else None
+    return (sum(part.size[0] for part in parts), *(() if columns is None else (columns,)))
 
 
 def keep_rows(parts: list[Rectangle], start: int, stop: int) -> list[Rectangle]:
@@ -217,11 +239,13 @@ def _lora_pieces(
     Unsharded ones are replicated.
     """
     owner, _, side = parameter.rpartition(".")
-    rank, parts = finetune.lora_rank, []
+    parts = []
     for matrix in rectangles(f"{owner}.weight", model, tp, padded_vocab_size):
-        if matrix.name.split(".")[-2] not in finetune.lora_target_modules:
+        *_, layer, _, module, _ = matrix.name.split(".")
+        adapter = layer_adapters(model, finetune, int(layer)).get(module)
+        if adapter is None:
             continue
-        (rows, columns), name = matrix.global_shape, lora_name(matrix.name, side)
+        (rows, columns), name, rank = matrix.global_shape, lora_name(matrix.name, side), adapter.rank
         shape: Shape
         offset: Shape
         size: Shape

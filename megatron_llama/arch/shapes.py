@@ -6,10 +6,11 @@ Memory, FLOPs, traffic, LoRA and checkpoint names are derived from this table.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megatron_llama.arch.adapters import Adapter, LayerAdapters, layer_adapters, layer_kinds
 from megatron_llama.config.precision import has_8bit_states
 from megatron_llama.config.settings import FinetuneConfig, ModelConfig
 
@@ -221,31 +222,86 @@ def matrices_per_layer(model: ModelConfig, tp: int = 1) -> int:
     return sum(math.prod(matrix.local_shape(tp)) for matrix in matrices(model).values())
 
 
-def lora_parameters(model: ModelConfig, finetune: FinetuneConfig, layers: int, tp: int = 1) -> int:
-    """Return LoRA's parameters in ``layers`` blocks on one tensor-parallel rank.
+@dataclass(frozen=True)
+class StackedAdapters:
+    """The adapters of a fused matrix on one tensor-parallel rank, stacked by rows: A [ranks, in], B [out, width]."""
+
+    modules: Mapping[str, Adapter]
+    """Adapters by Hugging Face module, in order."""
+    rows: tuple[int, ...]
+    """Rows of each module in B."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Rows of each module in A, columns in B."""
+        return tuple(adapter.rank for adapter in self.modules.values())
+
+    @property
+    def width(self) -> int:
+        """Columns of B: the largest rank. Columns above a module's rank are padding, always 0."""
+        return max(self.ranks)
+
+
+def stacked_adapters(model: ModelConfig, adapters: LayerAdapters, matrix: str, tp: int = 1) -> StackedAdapters | None:
+    """Return the adapters of a fused matrix; None without any."""
+    rows = {module: count for module, count in fused_rows(model, matrix, tp).items() if module in adapters}
+    return StackedAdapters({module: adapters[module] for module in rows}, tuple(rows.values())) if rows else None
+
+
+def lora_parameters(
+    model: ModelConfig, finetune: FinetuneConfig, layers: Iterable[int], tp: int = 1, *, padded: bool = True
+) -> int:
+    """Return LoRA's parameters in some layers on one tensor-parallel rank, without ``padded`` without B's padding.
 
     A [rank, in] and B [out, rank] of each target, and DoRA's magnitudes [out], are sharded like its matrix.
     """
-    shapes = [matrices(model)[module].local_shape(tp) for module in finetune.lora_target_modules]
-    magnitudes = finetune.use_dora * sum(rows for rows, _ in shapes)
-    return layers * (finetune.lora_rank * sum(map(sum, shapes)) + magnitudes)
+    total = 0
+    for adapters, those in layer_kinds(model, finetune, layers):
+        for matrix in FUSED:
+            if (stack := stacked_adapters(model, adapters, matrix, tp)) is None:
+                continue
+            widths = (stack.width,) * len(stack.ranks) if padded else stack.ranks
+            b = sum(rows * (width + finetune.use_dora) for rows, width in zip(stack.rows, widths, strict=True))
+            total += len(those) * (sum(stack.ranks) * fused_shape(model, matrix, tp)[1] + b)
+    return total
 
 
 def whole_model(model: ModelConfig, finetune: FinetuneConfig) -> StageParameters:
     """Return the parameters of the whole model, including LoRA, without padding and copies."""
-    return stage_parameters(model, finetune, model.num_hidden_layers, 1, first=True, last=True)
+    layers = range(model.num_hidden_layers)
+    return stage_parameters(model, finetune, layers, 1, first=True, last=True, padded=False)
 
 
 def stage_parameters(
-    model: ModelConfig, finetune: FinetuneConfig, layers: int, tp: int, *, first: bool, last: bool, sp: bool = False
+    model: ModelConfig,
+    finetune: FinetuneConfig,
+    numbers: Sequence[int],
+    tp: int,
+    *,
+    first: bool,
+    last: bool,
+    sp: bool = False,
+    padded: bool = True,
 ) -> StageParameters:
-    """Return the parameters of one rank of a pipeline stage with ``layers`` blocks; ``sp``: sequence parallelism."""
+    """Return the parameters of one rank of a pipeline stage.
+
+    Args:
+        numbers: Numbers of the stage's layers.
+        sp: Whether it uses sequence parallelism.
+        padded: Whether B's padding counts, with different ranks.
+    """
+    layers = len(numbers)
     table = padded_vocab_size(model.vocab_size, tp) // tp * model.hidden_size
     # A tied head on the first stage is the embedding; on a later stage it is a synchronized copy.
     tables = first + (last and not (model.tie_word_embeddings and first))
     held = layers * parameters_per_layer(model, tp) + last * model.hidden_size + tables * table
     quantizable = layers * matrices_per_layer(model, tp)
-    in_blocks = layers * sum(cut[0] * cut[1] for whole, cut in _trained(model, finetune, tp) if has_8bit_states(whole))
+    in_blocks = sum(
+        len(those) * cut[0] * cut[1]
+        for adapters, those in layer_kinds(model, finetune, numbers)
+        for whole, cut in _trained(model, finetune, adapters, tp)
+        if has_8bit_states(whole)
+    )
     table_in_blocks = table * has_8bit_states((model.vocab_size, model.hidden_size))
     if finetune.method != "lora":
         summed = sp * last * model.hidden_size + (model.tie_word_embeddings and first != last) * table
@@ -255,12 +311,22 @@ def stage_parameters(
     def saved(module: str) -> bool:
         return module.endswith(tuple(finetune.modules_to_save))
 
-    added = lora_parameters(model, finetune, layers, tp)
+    added = lora_parameters(model, finetune, numbers, tp, padded=padded)
     norms = layers * sum(map(saved, block_norms(model))) + (last and saved("norm"))
     tables = (first and saved("embed_tokens")) + (last and saved("lm_head"))
     trained = added + norms * model.hidden_size + tables * table
     trained += layers * sum(size for name, size in qk_norm_shapes(model, tp).items() if saved(name))
+    biases = bias_rows(model, tp).items()
+    trained += sum(rows for layer in numbers for matrix, rows in biases if trains_bias(model, finetune, layer, matrix))
     return StageParameters(held + added, trained, quantizable, in_blocks + tables * table_in_blocks)
+
+
+def trains_bias(model: ModelConfig, finetune: FinetuneConfig, layer: int, matrix: str) -> bool:
+    """Return whether LoRA's ``bias`` trains the biases of a fused matrix, or of one of its modules."""
+    adapters = layer_adapters(model, finetune, layer)
+    return finetune.bias == "all" or (
+        finetune.bias == "lora_only" and any(module in adapters for module in FUSED.get(matrix, (matrix,)))
+    )
 
 
 def _summed_per_layer(model: ModelConfig, tp: int, sp: bool) -> int:
@@ -275,19 +341,16 @@ def _summed_per_layer(model: ModelConfig, tp: int, sp: bool) -> int:
     return summed
 
 
-def _trained(model: ModelConfig, finetune: FinetuneConfig, tp: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Yield (unsharded shape, shape on one of ``tp`` ranks) of a block's trained matrices."""
-    lora, rank = finetune.method == "lora", finetune.lora_rank
-    for names in FUSED.values():
-        parts = [matrices(model)[name] for name in names if not lora or name in finetune.lora_target_modules]
-        if not parts:
+def _trained(
+    model: ModelConfig, finetune: FinetuneConfig, adapters: LayerAdapters, tp: int
+) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Yield (unsharded shape, shape on one of ``tp`` ranks) of the trained matrices of a block with ``adapters``."""
+    for matrix in FUSED:
+        if finetune.method != "lora":
+            yield tuple(fused_shape(model, matrix, size) for size in (1, tp))
             continue
-        below = [
-            (sum(rows for rows, _ in shapes), shapes[0][1])
-            for shapes in ([part.shape for part in parts], [part.local_shape(tp) for part in parts])
-        ]
-        if lora:  # A has ``rank`` rows per matrix, B has the matrices' rows
-            yield tuple((rank * len(parts), columns) for _, columns in below)
-            yield tuple((rows, rank) for rows, _ in below)
-        else:
-            yield tuple(below)
+        stacks = [stacked_adapters(model, adapters, matrix, size) for size in (1, tp)]
+        if stacks[0] is not None:
+            yield tuple((sum(stacks[0].ranks), fused_shape(model, matrix, size)[1]) for size in (1, tp))
+            width = math.gcd(*stacks[0].ranks)  # as names.whole_shape
+            yield tuple((sum(stack.rows), width) for stack in stacks if stack is not None)

@@ -68,7 +68,8 @@ SETTINGS = {
         "model.rope_scaling": "rope_type factor low_freq_factor high_freq_factor original_max_position_embeddings "
         "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate short_factor long_factor",
         "optim": "name",
-        "finetune": "method lora_rank lora_alpha use_rslora use_dora lora_target_modules modules_to_save",
+        "finetune": "method lora_rank lora_alpha use_rslora use_dora lora_target_modules exclude_modules "
+        "layers_to_transform rank_pattern alpha_pattern bias modules_to_save",
     },
     DATA: {
         "data": "kind pack mock prefixes schedule curriculum validation_prefixes chat_template chat_template_kwargs "

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from megatron_llama.arch.checkpoint_formats import DCP
-from megatron_llama.arch.names import PEFT_PREFIX, Shape, hf_shapes, is_lora
+from megatron_llama.arch.names import Shape, hf_shapes, peft_name
 from megatron_llama.checkpoint.folder import older_checkpoints
 from megatron_llama.checkpoint.lora_adapter import (
     MergedTensors,
+    TrainedAdapter,
     adapter_config,
     finetune_of,
     open_base,
@@ -171,12 +172,12 @@ def open_source(
     model, finetune = model_of(manifest), finetune_of(manifest)
     if is_adapter:  # the tensors that LoRA trained, by PEFT name
         trained = trained_tensors(manifest, model, finetune)
-        peft = {name if is_lora(name) else PEFT_PREFIX + name: tensor for name, tensor in trained.tensors.items()}
+        peft = {peft_name(name, model, finetune): tensor for name, tensor in trained.tensors.items()}
         return replace(trained, tensors=peft), {name: tensor.shape for name, tensor in peft.items()}
     shapes = hf_shapes(model)
     if merge:
         trained = trained_tensors(manifest, model, finetune)
-        return MergedTensors.of(open_base(manifest, model, base), trained, finetune), shapes
+        return MergedTensors.of(open_base(manifest, model, base), TrainedAdapter(trained, model, finetune)), shapes
     manifest.check_tensors(shapes)
     return manifest.stored, shapes
 

@@ -7,22 +7,22 @@ of ``init_from``; the checkpoint stores their fingerprint, which a resume compar
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_llama.arch.adapters import layer_adapters
 from megatron_llama.arch.names import (
     MAGNITUDE,
-    PEFT_PREFIX,
     Shape,
     hf_shapes,
-    is_lora,
     is_saved_module,
     lora_name,
     lora_shapes,
+    peft_name,
 )
 from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, list_tensors, open_hf_folder, open_safetensors
 from megatron_llama.checkpoint.manifest import Manifest
@@ -36,7 +36,7 @@ _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 def trained_shapes(model: ModelConfig, finetune: FinetuneConfig) -> dict[str, Shape]:
     """Return the shapes of tensors that LoRA trains: A and B by PEFT name, modules_to_save by Hugging Face name."""
-    whole = {name: shape for name, shape in hf_shapes(model).items() if is_saved_module(name, finetune)}
+    whole = {name: shape for name, shape in hf_shapes(model).items() if is_saved_module(name, model, finetune)}
     return {**lora_shapes(model, finetune), **whole}
 
 
@@ -69,7 +69,8 @@ def open_adapter(folder: Path, model: ModelConfig, finetune: FinetuneConfig) -> 
     """
     shapes = trained_shapes(model, finetune)
     stored = list_tensors(folder / ADAPTER_WEIGHTS)
-    tensors = {name if is_lora(name) else name.removeprefix(PEFT_PREFIX): tensor for name, tensor in stored.items()}
+    ours = {peft_name(name, model, finetune): name for name in shapes}
+    tensors = {ours.get(name, name): tensor for name, tensor in stored.items()}
     wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
     if wrong or tensors.keys() - shapes.keys():
         name = (wrong or sorted(tensors.keys() - shapes.keys()))[0]
@@ -109,63 +110,99 @@ def open_base(manifest: Manifest, model: ModelConfig, folder: Path | None) -> Sa
 
 
 @dataclass(frozen=True)
-class MergedTensors(Stored):
-    """Tensors of a model with a merged LoRA adapter: W + scale · B A (Hu et al. 2021, arXiv:2106.09685).
+class TrainedAdapter:
+    """A trained adapter of a model."""
 
-    DoRA scales each row to the norm in ``lora_magnitude_vector``.
+    tensors: Stored
+    """A and B by PEFT name, modules_to_save and biases by Hugging Face name."""
+    model: ModelConfig
+    finetune: FinetuneConfig
+    weight: float = 1.0
+    """Weight of its change of the model."""
+
+    def changes(self, name: str) -> bool:
+        """Return whether the merged model has another value of this Hugging Face tensor."""
+        return name in self.tensors.tensors or lora_name(name, "lora_A") in self.tensors.tensors
+
+    def apply(self, name: str, base: torch.Tensor, offset: Shape) -> tuple[torch.Tensor, int]:
+        """Return the trained values of a rectangle, fp32, and the bytes read; DoRA needs whole rows.
+
+        Args:
+            base: Frozen values of the rectangle, fp32.
+            offset: Start of the rectangle in the tensor.
+        """
+
+        def read(key: str, first: Shape, size: Shape) -> torch.Tensor:
+            values = base.new_empty(size)
+            held = Rectangles(self.tensors.tensors[key].shape, [(first, values)])
+            count.append(self.tensors.load_into({key: held}))
+            return values
+
+        count: list[int] = []
+        if name in self.tensors.tensors:
+            return read(name, offset, base.shape), sum(count)
+        *_, layer, _, module, _ = name.split(".")
+        adapter = layer_adapters(self.model, self.finetune, int(layer))[module]
+        (first_row, first_column), (rows, columns) = offset, base.shape
+        a = read(lora_name(name, "lora_A"), (0, first_column), (adapter.rank, columns))
+        b = read(lora_name(name, "lora_B"), (first_row, 0), (rows, adapter.rank))
+        merged = torch.matmul(b, a).mul_(adapter.scaling).add_(base)
+        if self.finetune.use_dora:
+            magnitude = read(lora_name(name, MAGNITUDE), (first_row,), (rows,))
+            merged.mul_((magnitude / torch.linalg.vector_norm(merged, dim=1)).unsqueeze(1))
+        return merged, sum(count)
+
+
+@dataclass(frozen=True)
+class MergedTensors(Stored):
+    """Tensors of a model with merged LoRA adapters: W + scale · B A (Hu et al. 2021, arXiv:2106.09685).
+
+    DoRA scales each row to the norm in ``lora_magnitude_vector``. Several adapters give the base W plus the weighted
+    sum of their changes W_i - W, which is peft's add_weighted_adapter of kind cat.
 
     The arithmetic is fp32; the result is rounded once, to the dtype of the target.
     """
 
     base: Stored
     """Frozen weights."""
-    adapter: Stored
-    """A and B by PEFT name, modules_to_save by Hugging Face name."""
-    finetune: FinetuneConfig
+    adapters: Sequence[TrainedAdapter]
 
     @staticmethod
-    def of(base: Stored, adapter: Stored, finetune: FinetuneConfig) -> MergedTensors:
-        """Merge ``adapter`` into ``base``; the folder is ``base.folder``."""
+    def of(base: Stored, *adapters: TrainedAdapter) -> MergedTensors:
+        """Merge ``adapters`` into ``base``; the folder is ``base.folder``."""
         tensors = dict(base.tensors)
         for name, tensor in base.tensors.items():
-            if name in adapter.tensors:
-                tensors[name] = adapter.tensors[name]
-            elif lora_name(name, "lora_A") in adapter.tensors:
+            if any(adapter.changes(name) for adapter in adapters):
                 tensors[name] = StoredTensor(torch.float32, tensor.shape)
-        return MergedTensors(base.folder, tensors, base, adapter, finetune)
+        return MergedTensors(base.folder, tensors, base, adapters)
 
     @torch.no_grad()
     def load_into(self, targets: Mapping[str, Rectangles]) -> int:
-        """Fill the rectangles of ``targets``, one matrix at a time: one extra copy of a matrix is in memory."""
-        sums = {name for name in targets if lora_name(name, "lora_A") in self.adapter.tensors}
-        whole = {name for name in targets if name in self.adapter.tensors}
-        read = self.adapter.load_into({name: targets[name] for name in whole})
-        read += self.base.load_into({name: targets[name] for name in targets.keys() - sums - whole})
+        """Fill the rectangles of ``targets``, one matrix at a time: two or three extra copies of it are in memory."""
+        sums = {name for name in targets if any(adapter.changes(name) for adapter in self.adapters)}
+        read = self.base.load_into({name: targets[name] for name in targets.keys() - sums})
         for name in sorted(sums):
             for offset, target in targets[name].parts:
                 read += self._sum(name, offset, target)
         return read
 
     def _sum(self, name: str, offset: Shape, target: torch.Tensor) -> int:
-        (first_row, first_column), (rows, columns), rank = offset, target.shape, self.finetune.lora_rank
-        a_name, b_name = lora_name(name, "lora_A"), lora_name(name, "lora_B")
-        width = self.base.tensors[name].shape[1]
-        if self.finetune.use_dora:  # norms need whole rows
-            first_column, columns, target_columns = 0, width, slice(first_column, first_column + columns)
-        sizes = (rows, columns), (rank, columns), (rows, rank)
-        values, a, b = (target.new_empty(size, dtype=torch.float32) for size in sizes)
-        held = Rectangles(self.base.tensors[name].shape, [((first_row, first_column), values)])
-        read = self.base.load_into({name: held})
-        factors = {a_name: ((0, first_column), a), b_name: ((first_row, 0), b)}
-        read += self.adapter.load_into({n: Rectangles(self.adapter.tensors[n].shape, [f]) for n, f in factors.items()})
-        values.add_(torch.matmul(b, a).mul_(self.finetune.lora_scaling))
-        if self.finetune.use_dora:
-            magnitude, key = target.new_empty(rows, dtype=torch.float32), lora_name(name, MAGNITUDE)
-            held = Rectangles(self.adapter.tensors[key].shape, [((first_row,), magnitude)])
-            read += self.adapter.load_into({key: held})
-            values.mul_((magnitude / torch.linalg.vector_norm(values, dim=1)).unsqueeze(1))
-            values = values[:, target_columns]
-        target.copy_(values)
+        adapters = [adapter for adapter in self.adapters if adapter.changes(name)]
+        shape, whole, size, columns = self.base.tensors[name].shape, offset, tuple(target.shape), slice(None)
+        if len(size) > 1 and any(adapter.finetune.use_dora for adapter in adapters):  # norms need whole rows
+            whole, size, columns = (offset[0], 0), (size[0], shape[1]), slice(offset[1], offset[1] + size[1])
+        base = target.new_empty(size, dtype=torch.float32)
+        read = self.base.load_into({name: Rectangles(shape, [(whole, base)])})
+        total = base.clone() if len(adapters) > 1 else base
+        for adapter in adapters:
+            values, count = adapter.apply(name, base, whole)
+            total = (
+                values
+                if (len(adapters), adapter.weight) == (1, 1.0)
+                else total.add(values - base, alpha=adapter.weight)
+            )
+            read += count
+        target.copy_(total[..., columns])
         return read
 
 
@@ -186,8 +223,8 @@ def adapter_config(finetune: FinetuneConfig, base: str | None) -> dict[str, Any]
         **{theirs: getattr(finetune, ours) for theirs, ours in LORA_SETTINGS.items()},
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": finetune.lora_dropout,
-        "modules_to_save": finetune.modules_to_save or None,
-        "bias": "none",
+        **{name: getattr(finetune, name) or None for name in ("modules_to_save", "exclude_modules")},
+        "layers_to_transform": finetune.layers_to_transform or None,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,

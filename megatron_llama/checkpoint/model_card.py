@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from megatron_llama.arch.adapters import adapted_modules
 from megatron_llama.arch.shapes import head_dim, kv_heads, parameters, whole_model
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import FinetuneConfig, ModelConfig
@@ -113,7 +114,7 @@ def _facts(
         trained = whole_model(model, finetune).trained
         rows.append(("Parameters of the adapter", f"{trained:,} ({short_count(trained)})"))
     if finetune.method == "lora":
-        modules = ", ".join(finetune.lora_target_modules)
+        modules = ", ".join(adapted_modules(model, finetune))
         rows.append(
             (
                 ("rsLoRA" if finetune.use_rslora else "LoRA") + " with DoRA" * finetune.use_dora,

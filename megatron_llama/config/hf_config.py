@@ -79,19 +79,23 @@ _ONLY: dict[str, Any] = {
 # PEFT's names of an adapter's settings, and the names here.
 _LORA_SWITCHES = ("use_rslora", "use_dora")
 LORA_SETTINGS = {"r": "lora_rank", "target_modules": "lora_target_modules"}
-LORA_SETTINGS |= {name: name for name in ("lora_alpha", "modules_to_save", *_LORA_SWITCHES)}
+LORA_SETTINGS |= {name: name for name in ("lora_alpha", "modules_to_save", "bias", *_LORA_SWITCHES)}
+LORA_SETTINGS |= {name: name for name in ("exclude_modules", "layers_to_transform", "rank_pattern", "alpha_pattern")}
+_LORA_DEFAULTS: dict[str, Any] = {"bias": "none", "rank_pattern": {}, "alpha_pattern": {}}
+_LORA_DEFAULTS |= dict.fromkeys(_LORA_SWITCHES, False)
 # Valid values of adapter_config.json's other keys, in addition to null, false and empty. Unlisted keys must have one of
 # these three values, so that features of later PEFT versions are rejected, not ignored. Some initializations (pissa,
 # olora, corda, loftq) also change the base weights, which the base model's folder does not contain.
 _PLAIN_LORA: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "bias": ("none",),
+    "bias": ("none", "all", "lora_only"),
+    "layers_pattern": ("layers", ["layers"]),
     "init_lora_weights": (True, False, "gaussian"),
 }
-# Keys that do not change the meaning of the tensors. layers_pattern needs layers_to_transform, which is rejected.
+# Keys that do not change the meaning of the tensors.
 _IRRELEVANT = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *("lora_dropout", "layers_pattern", "megatron_core", "qalora_group_size", "runtime_config"),
+    *("lora_dropout", "megatron_core", "qalora_group_size", "runtime_config"),
 )
 
 
@@ -330,22 +334,27 @@ def fill_from_adapter(
         instead = f"write the folder that holds {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
         problems.append(Problem("finetune.adapter", folder, str(error), instead))
         return
-    if isinstance(content.get("target_modules"), str):  # a regular expression: the tensors name the modules
+    expressions = [name for name in ("target_modules", "exclude_modules") if isinstance(content.get(name), str)]
+    if expressions:  # the tensors name the modules
         from safetensors import SafetensorError, safe_open
 
-        content["target_modules"] = []
+        content |= {"target_modules": [], "exclude_modules": None, "layers_to_transform": None}
         with suppress(SafetensorError), safe_open(os.path.join(folder, ADAPTER_WEIGHTS), framework="np") as file:
             names = {name.partition(".lora_")[0] for name in file.keys() if ".lora_" in name}  # noqa: SIM118
             content["target_modules"] = sorted(names)
     wrong = unsupported_lora(content)
     problems += [Problem("finetune.adapter", folder, clause, "write a plain LoRA adapter") for clause in wrong]
     for theirs, ours in LORA_SETTINGS.items() if not wrong else ():
-        name, value = f"finetune.{ours}", content.get(theirs) or (False if theirs in _LORA_SWITCHES else [])
+        name, value = f"finetune.{ours}", content.get(theirs)
+        if theirs == "layers_to_transform" and isinstance(value, int):
+            value = [value]
+        value = value or _LORA_DEFAULTS.get(theirs, [])
         if name in given:
             rule = f"is set by the adapter in {folder}: {format_value(value)}"
             problems.append(Problem(name, None, rule, f"omit {name}"))
         else:
-            assign(name, sorted(_module_names(value)) if isinstance(value, list) else value)
+            value = _module_names(value) if theirs == "target_modules" else value
+            assign(name, sorted(value) if isinstance(value, list) else value)
 
 
 _MODULE = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)|(?:.*\.)?(embed_tokens|lm_head)")
@@ -371,17 +380,23 @@ def unsupported_lora(content: dict[str, Any]) -> list[str]:
     clauses = []
     for name, value in content.items():
         may = _PLAIN_LORA.get(name, ())
-        if value and value not in may and name not in (*LORA_SETTINGS, *_IRRELEVANT):
+        if value and value not in may and (name not in (*LORA_SETTINGS, *_IRRELEVANT) or may):
             rule = f"only {' or '.join(map(repr, may))} is supported" if may else "only plain LoRA is supported"
             clauses.append(f"its {name} is {show_value(value)}, and {rule}")
     for name in _LORA_SWITCHES:
         if not isinstance(content.get(name, False), bool):
             clauses.append(f"its {name} must be true or false")
-    for name in ("target_modules", "modules_to_save"):
+    for name in ("target_modules", "modules_to_save", "exclude_modules"):
         value = content.get(name)
-        optional = value is None and name == "modules_to_save"
+        optional = value is None and name != "target_modules"
         if not optional and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
             clauses.append(f"its {name} must be a list of names")
+    layers = content.get("layers_to_transform")
+    if not all(type(layer) is int for layer in (layers if isinstance(layers, list) else [layers or 0])):
+        clauses.append("its layers_to_transform must be a list of layer numbers")
+    for name in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(content.get(name) or {}, dict):
+            clauses.append(f"its {name} must be a mapping")
     return clauses
 
 

@@ -67,6 +67,40 @@ def some_of(choices: tuple[str, ...], *, least: int = 0) -> Limit:
     return Limit(holds, f"must be some of {', '.join(choices)}, each once", f"[{choices[0]}]")
 
 
+def module_endings(choices: tuple[str, ...], *, least: int = 0) -> Limit:
+    """Require a list of at least ``least`` names, each once, whose last part is one of the choices."""
+
+    def holds(names: list[str]) -> bool:
+        return len(names) >= least and len(set(names)) == len(names) and {n.split(".")[-1] for n in names} <= {*choices}
+
+    rule = f"must be some of {', '.join(choices)}, or longer names that end so, each once"
+    return Limit(holds, rule, f"[{choices[0]}]")
+
+
+def layer_numbers() -> Limit:
+    """Require different numbers of layers."""
+    rule = "must be numbers of layers, counted from 0, each once"
+    return Limit(lambda layers: min(layers, default=0) >= 0 and len(set(layers)) == len(layers), rule, "[0,1]")
+
+
+def patterns(example: str, *, whole: bool = False) -> Limit:
+    """Require a mapping from regular expressions to positive numbers, with ``whole`` to whole numbers."""
+
+    def holds(mapping: dict[str, float]) -> bool:
+        if len(mapping) > MOST_NUMBERS or not all(isinstance(pattern, str) for pattern in mapping):
+            return False
+        try:
+            for pattern in mapping:
+                re.compile(rf"(.*\.)?({pattern})$")  # as PEFT matches it
+        except re.error:
+            return False
+        kinds = (int,) if whole else (int, float)
+        return all(type(value) in kinds and 0 < value < 1e18 for value in mapping.values())
+
+    numbers = "whole numbers" if whole else "numbers"
+    return Limit(holds, f"must be a mapping from regular expressions to {numbers} above 0", example)
+
+
 def share() -> Limit:
     """Require a fraction in [0, 1)."""
     return Limit(lambda value: 0 <= value < 1, "must be at least 0 and below 1", "0")

@@ -95,6 +95,9 @@ def _quote_texts(value: Any) -> str:
     """Format a value; put texts in quotes if Hydra's grammar rejects them or reads another value."""
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_quote_texts, value)) + "]"
+    if isinstance(value, dict):
+        keys = {key: re.sub(r"[\\()\[\]{}:=, ]", r"\\\g<0>", str(key)) for key in value}
+        return "{" + ",".join(f"{keys[key]}:{_quote_texts(item)}" for key, item in value.items()) + "}"
     text = format_value(value)
     if not isinstance(value, str) or (_PLAIN.fullmatch(text) and not NOT_TEXT.fullmatch(text)):
         return text

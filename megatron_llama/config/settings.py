@@ -7,7 +7,6 @@ value (``limits.py``). ``conf/`` has named sets of values.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -19,8 +18,11 @@ from megatron_llama.config.limits import (
     blend,
     blend_schedule,
     first_and_last,
+    layer_numbers,
+    module_endings,
     not_blank,
     one_of,
+    patterns,
     positive_numbers,
     rising_samples,
     share,
@@ -420,11 +422,25 @@ class FinetuneConfig:
     arXiv:2402.09353)."""
     lora_dropout: Annotated[float, share()] = 0.0
     """Dropout on the adapters' inputs; its masks depend on the layout."""
-    lora_target_modules: Annotated[list[str], some_of(LORA_TARGETS, least=1)] = field(
+    lora_target_modules: Annotated[list[str], module_endings(LORA_TARGETS, least=1)] = field(
         default_factory=lambda: list(LORA_TARGETS[:4])
     )
     """Matrices with adapters, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; all-linear means all
-    seven."""
+    seven. Longer names, such as model.layers.0.self_attn.q_proj, mean the matrices whose full name ends so."""
+    exclude_modules: Annotated[list[str], module_endings(LORA_TARGETS)] = field(default_factory=list)
+    """Matrices without adapters, named as in lora_target_modules."""
+    layers_to_transform: Annotated[list[int], layer_numbers()] = field(default_factory=list)
+    """Layers with adapters, counted from 0; empty: all. Full names in lora_target_modules ignore it, as in PEFT."""
+    rank_pattern: Annotated[dict[str, int], patterns("'{layers.0.self_attn.q_proj:16}'", whole=True)] = field(
+        default_factory=dict
+    )
+    """Other ranks than lora_rank by regular expressions of the ends of full names; the first match applies."""
+    alpha_pattern: Annotated[dict[str, float], patterns("'{layers.0.self_attn.q_proj:32}'")] = field(
+        default_factory=dict
+    )
+    """Other values than lora_alpha, as rank_pattern."""
+    bias: Annotated[str, one_of("none", "all", "lora_only")] = "none"
+    """Biases that are also trained: none, all, or of the adapted matrices."""
     modules_to_save: Annotated[list[str], some_of(SAVED_MODULES)] = field(default_factory=list)
     """Modules that are also trained in full. Names are embed_tokens, lm_head, norm (all norms, by the ending, as in
     PEFT), input_layernorm, post_attention_layernorm and post_feedforward_layernorm."""
@@ -448,12 +464,7 @@ class FinetuneConfig:
     the rest. Derived: the compute dtype. Matmuls always run in the compute dtype."""
     adapter: str | None = None
     """Folder of a PEFT adapter to continue from (adapter_config.json, adapter_model.safetensors). It sets rank, alpha,
-    use_rslora, use_dora and modules."""
-
-    @property
-    def lora_scaling(self) -> float:
-        """Factor of the adapters' output, as in PEFT."""
-        return self.lora_alpha / (math.sqrt(self.lora_rank) if self.use_rslora else self.lora_rank)
+    use_rslora, use_dora, bias, modules, layers and patterns."""
 
     @property
     def metrics(self) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ class Setting:
         too_large = self.kind in (int, float) and abs(value) >= TOO_LARGE
         if self.limit.holds(value) and not too_large:
             return None
-        example = self.limit.example if self.default in (None, []) else quote_value(self.default)
+        example = self.limit.example if self.default in (None, [], {}) else quote_value(self.default)
         example = closest_choice(self.name, str(value), self.limit.choices) or example
         rule = f"must be below {TOO_LARGE:.0g}" if too_large else self.limit.rule
         return Problem(self.name, value, rule, f"write {self.name}={example}")

@@ -6,7 +6,8 @@ DoRA (Liu et al. 2024, arXiv:2402.09353) scales each output by magnitude / norm.
 W + scale · B A. The magnitude is a parameter; it starts as the norm of the row of W.
 
 Each Hugging Face module has a separate A and B, as in PEFT. For fused matrices (q, k, v; gate, up) they are stacked by
-rows into one parameter, so that one matmul computes all x Aᵀ. arch/names.py maps the rows to the modules.
+rows into one parameter, so that one matmul computes all x Aᵀ. With different ranks, B is padded with zero columns.
+arch/names.py maps the rows to the modules.
 
 LoRA follows the split of its matrix. For a column-parallel W, B is split by rows and A is replicated. For a
 row-parallel W, A is split by columns and B is replicated. Only x Aᵀ [s, b, rank] is gathered or reduced, not x.
@@ -14,9 +15,8 @@ row-parallel W, A is split by columns and B is replicated. Only x Aᵀ [s, b, ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +28,13 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer import TransformerConfig
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 
+from megatron_llama.arch.adapters import layer_adapters
 from megatron_llama.arch.names import is_lora, is_saved_module
-from megatron_llama.arch.shapes import fused_rows
-from megatron_llama.config import FinetuneConfig, ModelConfig
+from megatron_llama.arch.shapes import FUSED, StackedAdapters, fused_rows, stacked_adapters
+from megatron_llama.config import FinetuneConfig
 from megatron_llama.config.precision import QUANTIZED_BITS
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.quantized import dequantize
@@ -48,26 +48,31 @@ class LoraLinear(nn.Module):
 
     Args:
         base_layer: the frozen layer.
-        rows: this rank's rows of the matrix by Hugging Face module, in their order. Modules outside
-            ``finetune.lora_target_modules`` get no update.
+        rows: this rank's rows of the matrix by Hugging Face module, in their order.
+        stack: the adapters. Other modules get no update.
     """
 
     def __init__(
-        self, base_layer: ColumnParallelLinear | RowParallelLinear, rows: Mapping[str, int], finetune: FinetuneConfig
+        self,
+        base_layer: ColumnParallelLinear | RowParallelLinear,
+        rows: Mapping[str, int],
+        stack: StackedAdapters,
+        finetune: FinetuneConfig,
     ) -> None:
         super().__init__()
         self.base_layer = base_layer
         self.is_column = isinstance(base_layer, ColumnParallelLinear)
         self.sequence_parallel = base_layer.config.sequence_parallel
-        self.rank, self.scaling = finetune.lora_rank, finetune.lora_scaling
+        self.ranks = list(stack.ranks)
+        self.scalings = [adapter.scaling for adapter in stack.modules.values()]
         self.dropout = finetune.lora_dropout
         self.rows = list(rows.values())
-        self.is_target = [module in finetune.lora_target_modules for module in rows]
-        targets = [count for count, is_target in zip(self.rows, self.is_target, strict=True) if is_target]
+        self.is_target = [module in stack.modules for module in rows]
+        targets = list(stack.rows)
         columns = base_layer.input_size if self.is_column else base_layer.input_size_per_partition
         empty = partial(torch.empty, dtype=base_layer.config.params_dtype, device=base_layer.weight.device)
-        self.lora_A = nn.Parameter(empty(len(targets) * self.rank, columns))
-        self.lora_B = nn.Parameter(empty(sum(targets), self.rank))
+        self.lora_A = nn.Parameter(empty(sum(self.ranks), columns))
+        self.lora_B = nn.Parameter(empty(sum(targets), stack.width))
         self.targets = targets
         self.lora_magnitude_vector = nn.Parameter(empty(sum(targets))) if finetune.use_dora else None
         self.quantized = finetune.frozen_dtype if finetune.frozen_dtype in QUANTIZED_BITS else None
@@ -75,9 +80,9 @@ class LoraLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[s(/t), b, in(/t)] to (output [s(/t), b, out(/t)], bias [out/t] or None), as megatron-core's layers."""
         y, bias = self.base_layer(x)
-        lows = self._communicate(self._times_a(x)).split(self.rank, dim=-1)
-        sides = self.lora_B.split(self.targets, dim=0)
-        updates = [F.linear(low, b) * self.scaling for low, b in zip(lows, sides, strict=True)]
+        lows = self._communicate(self._times_a(x)).split(self.ranks, dim=-1)
+        factored = zip(lows, self._sides(), self.scalings, strict=True)
+        updates = [F.linear(low, b) * scaling for low, b, scaling in factored]
         factors = [None] * len(updates) if self.lora_magnitude_vector is None else self._factors()
         parts = []
         outputs = (y,) if len(self.rows) == 1 else y.split(self.rows, dim=-1)  # the gradient of a split is a copy
@@ -88,6 +93,11 @@ class LoraLinear(nn.Module):
             parts.append(part)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1), bias
 
+    def _sides(self) -> list[torch.Tensor]:
+        """Return B [rows, rank] of each target, without padding."""
+        sides = zip(self.lora_B.split(self.targets, dim=0), self.ranks, strict=True)
+        return [b if b.shape[1] == rank else b[:, :rank] for b, rank in sides]
+
     def _factors(self) -> list[torch.Tensor | None]:
         """Return DoRA's factors [out/t] of each target's output: magnitude / norm of the row of W + scale · B A.
 
@@ -97,21 +107,21 @@ class LoraLinear(nn.Module):
         with torch.no_grad():
             weights = self.base_layer.weight.split(self.rows, dim=0)
             targets = [weight for weight, is_target in zip(weights, self.is_target, strict=True) if is_target]
-            sides = zip(self.lora_A.split(self.rank, dim=0), self.lora_B.split(self.targets, dim=0), strict=True)
-            squares = [self._row_squares(w, a, b) for w, (a, b) in zip(targets, sides, strict=True)]
+            sides = zip(targets, self.lora_A.split(self.ranks, dim=0), self._sides(), self.scalings, strict=True)
+            squares = [self._row_squares(*each) for each in sides]
             summed = torch.cat(squares)
             if not self.is_column and self.base_layer.tp_group.size() > 1:  # each rank has some columns
                 summed = all_reduce(summed, "sum", self.base_layer.tp_group)
             norms = summed.sqrt()
         return [*(self.lora_magnitude_vector / norms).split(self.targets)]
 
-    def _row_squares(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def _row_squares(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
         """Return the squared norms of the rows of W + scale · B A, fp32 [rows], some rows at a time."""
         rows = max(1, _VALUES_AT_ONCE // a.shape[1])
         squares = []
         for part, side in zip(weight.split(rows), b.split(rows), strict=True):
             base = part.float() if self.quantized is None else dequantize(part, self.quantized, torch.float32)
-            merged = base + (side.float() @ a.float()) * self.scaling
+            merged = base + (side.float() @ a.float()) * scaling
             squares.append(merged.square().sum(dim=1))
         return torch.cat(squares)
 
@@ -119,7 +129,7 @@ class LoraLinear(nn.Module):
         """Return x Aᵀ of all targets [.., targets * rank]. Each target has a separate dropout mask, as in PEFT."""
         if not (self.dropout and self.training):
             return F.linear(x, self.lora_A)
-        sides = self.lora_A.split(self.rank, dim=0)
+        sides = self.lora_A.split(self.ranks, dim=0)
         return torch.cat([F.linear(F.dropout(x, self.dropout), a) for a in sides], dim=-1)
 
     def _communicate(self, low: torch.Tensor) -> torch.Tensor:
@@ -137,23 +147,26 @@ class LoraLinear(nn.Module):
         return reduce_from_tensor_model_parallel_region(low, group=group)
 
 
-def lora_linear(
-    base: Callable[..., Any], finetune: FinetuneConfig, matrix: str, model: ModelConfig, mcore: TransformerConfig
-) -> nn.Module:
-    """Build a layer by ``base``, with uninitialized A and B if it has a module of ``lora_target_modules``."""
-    layer = base(matrix, model, mcore)
-    rows = fused_rows(model, matrix, mcore.tensor_model_parallel_size)
-    return LoraLinear(layer, rows, finetune) if set(rows) & set(finetune.lora_target_modules) else layer  # type: ignore[no-any-return]
+def add_lora(chunk: Llama, finetune: FinetuneConfig) -> None:
+    """Wrap the adapted linear layers of a chunk on the meta device, with uninitialized A and B."""
+    model, tp = chunk.model, chunk.config.tensor_model_parallel_size
+    for number, block in chunk.layers.items():
+        adapters = layer_adapters(model, finetune, int(number))
+        for branch in (block.self_attn, block.mlp):
+            for matrix in (matrix for matrix in FUSED if hasattr(branch, matrix)):
+                if (stack := stacked_adapters(model, adapters, matrix, tp)) is not None:
+                    layer = LoraLinear(getattr(branch, matrix), fused_rows(model, matrix, tp), stack, finetune)
+                    setattr(branch, matrix, layer)
 
 
 def freeze(chunk: Llama, finetune: FinetuneConfig, frozen_dtype: torch.dtype) -> None:
-    """Freeze a chunk on the meta device, except for LoRA and ``modules_to_save``.
+    """Freeze a chunk on the meta device, except for LoRA, ``modules_to_save`` and ``bias``.
 
     Args:
         frozen_dtype: dtype of frozen weights that are not quantized.
     """
     for name, parameter in chunk.named_parameters():
-        parameter.requires_grad_(is_lora(name) or is_saved_module(name, finetune))
+        parameter.requires_grad_(is_lora(name) or is_saved_module(name, chunk.model, finetune))
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(frozen_dtype)
     if chunk.is_first and not chunk.embed_tokens.weight.requires_grad:

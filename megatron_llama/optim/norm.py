@@ -53,7 +53,8 @@ def clip_factor(norm: torch.Tensor, largest: float) -> torch.Tensor:
 def scale_gradients(shards: Iterable[Shard], factor: torch.Tensor) -> None:
     """Multiply all gradients by ``factor``, in place."""
     grads = [grad for shard in shards if (grad := shard.grad) is not None]
-    torch._foreach_mul_(grads, factor.to(grads[0].device))
+    if grads:  # LoRA may adapt no layer of this rank's stage
+        torch._foreach_mul_(grads, factor.to(grads[0].device))
 
 
 def _norms(parts: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from megatron_llama.model.fused import fused_operators
 from megatron_llama.model.init import torch_dtype
 from megatron_llama.model.inputs import InputBuilder
 from megatron_llama.model.llama import BlockParts, Llama, Wrapper, build_norm, parallel_linear
-from megatron_llama.model.lora import freeze, lora_linear
+from megatron_llama.model.lora import add_lora, freeze
 from megatron_llama.model.loss import IN_PLACE, Head, fused_softmax
 from megatron_llama.model.mlp_chunks import run_in_chunks
 from megatron_llama.model.offload import Offload
@@ -110,7 +110,6 @@ PARTS: dict[str, Callable[[Build, BlockParts], BlockParts]] = {
     "float8": lambda b, parts: replace(
         parts, linear=partial(float8_linear, name=str(b.plan.config.trainer.float8), kernels=b.kernels, groups=b.groups)
     ),
-    "LoRA": lambda b, parts: replace(parts, linear=partial(lora_linear, parts.linear, b.plan.config.finetune)),
 }
 
 
@@ -133,8 +132,16 @@ WRAPPERS: dict[str, Callable[[Build, int], list[Wrapper]]] = {
     "random-LTD": lambda b, _: [Wrapper("block", lambda _, forward: partial(run_on_subset, forward), "random-LTD")],
     "offload": lambda b, _: [Wrapper("block", b.offload.wrap, "offload")],
 }
+
+
+def _add_lora(build: Build, chunk: Llama) -> None:
+    finetune = build.plan.config.finetune
+    add_lora(chunk, finetune)
+    freeze(chunk, finetune, torch_dtype(build.plan.frozen_dtype))
+
+
 CHUNKS: dict[str, Callable[[Build, Llama], None]] = {
     "exact": lambda b, chunk: b.exact.name_totals(chunk),
-    "LoRA": lambda b, chunk: freeze(chunk, b.plan.config.finetune, torch_dtype(b.plan.frozen_dtype)),
+    "LoRA": _add_lora,
     "data parallel": lambda b, chunk: shard_chunk(chunk, b.data_groups, b.plan),
 }

@@ -236,7 +236,7 @@ def graph_settings(plan: Plan) -> dict[str, Any]:
         "async_tp",
         "data": "seq_length pack document_mask",
         "finetune": "method lora_rank lora_alpha use_rslora use_dora lora_dropout lora_target_modules "
-        "modules_to_save frozen_dtype",
+        "exclude_modules layers_to_transform rank_pattern alpha_pattern bias modules_to_save frozen_dtype",
         "device": "name",
     }
     settings = {

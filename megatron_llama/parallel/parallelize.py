@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
 from megatron_llama import devices
+from megatron_llama.arch.adapters import layer_adapters, module_name
 from megatron_llama.arch.names import MAGNITUDE, is_lora, lora_name
 from megatron_llama.arch.shapes import matrices
 from megatron_llama.devices import Device
@@ -278,6 +279,8 @@ def init_magnitudes(model: ParallelModel) -> None:
                 rows = slice(part.offset[0], part.offset[0] + part.size[0])
                 total[rows] += shard.values[part.local_slices].float().square().sum(dim=1)
     names = sorted(squares)
+    if not names:  # no layer of the stage has adapters
+        return
     flat = torch.cat([squares[name] for name in names])
     dist.all_reduce(flat, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
     norms = dict(zip(names, flat.sqrt().split([len(squares[name]) for name in names]), strict=True))
@@ -290,10 +293,8 @@ def init_magnitudes(model: ParallelModel) -> None:
 def _target_rows(model: ParallelModel) -> dict[str, int]:
     """Return the rows of each adapted matrix of this rank's stage, by the name of its magnitudes."""
     plan = model.plan
-    layers = [int(number) for chunk in model.chunks for number in chunk.layers]
     return {
-        lora_name(f"model.layers.{layer}.{matrix.name}.weight", MAGNITUDE): matrix.shape[0]
-        for layer in layers
-        for module, matrix in matrices(plan.model).items()
-        if module in plan.config.finetune.lora_target_modules
+        lora_name(f"{module_name(layer, module)}.weight", MAGNITUDE): matrices(plan.model)[module].shape[0]
+        for layer in (int(number) for chunk in model.chunks for number in chunk.layers)
+        for module in layer_adapters(plan.model, plan.config.finetune, layer)
     }

@@ -94,7 +94,7 @@ def derive_plan(config: Config, world_size: int) -> Plan:
         whole=whole_model(model, finetune),
         stages=tuple(
             stage_parameters(model, finetune, layers, tp, first=stage == 0, last=stage == pp - 1, sp=bool(trainer.sp))
-            for stage, layers in enumerate(trainer.pipeline_layers)
+            for stage, layers in enumerate(sum(chunks[stage::pp], ()) for stage in range(pp))
         ),
         raw_data_files=tuple(raw_data_files(data)),
         notes=tuple(notes),

@@ -136,6 +136,12 @@ def _lora(plan: Plan) -> Iterator[str]:
     scale = " · rsLoRA" * finetune.use_rslora + " · DoRA" * finetune.use_dora
     yield _line("LoRA", f"rank {finetune.lora_rank} · alpha {finetune.lora_alpha:g}{scale}{dropout}")
     yield _line("", f"on {', '.join(finetune.lora_target_modules)}")
+    changes = {"without": finetune.exclude_modules, "in layers": [str(i) for i in finetune.layers_to_transform]}
+    for label, pattern in (("rank", finetune.rank_pattern), ("alpha", finetune.alpha_pattern)):
+        changes[label] = [f"{value:g} for {key}" for key, value in pattern.items()]
+    yield from (_line("", f"{label} {', '.join(parts)}") for label, parts in changes.items() if parts)
+    if finetune.bias != "none":
+        yield _line("", {"all": "and all biases", "lora_only": "and the biases of these matrices"}[finetune.bias])
     if finetune.modules_to_save:
         yield _line("", f"and in full {', '.join(finetune.modules_to_save)}")
     if finetune.adapter:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from megatron_llama.arch.adapters import adapted_modules
 from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.arch.shapes import (
     FUSED,
@@ -85,7 +86,7 @@ class Job:
     """Granularity of scales in fp8 and fp4: ``per tensor``, ``per row`` or ``per block``."""
     state: StateBytes = field(default_factory=StateBytes)
     lora_parameters: int = 0
-    """Parameters of LoRA's adapters in one block on one rank; 0: every weight is trained."""
+    """Parameters of LoRA's adapters in one block on one rank, on the stage with most; 0: every weight is trained."""
     scaled_outputs: float = 0.0
     """Outputs per token of one block, on one rank, that DoRA scales."""
     adapted: frozenset[str] = frozenset()
@@ -196,7 +197,7 @@ class Job:
     def stage_parameters(self, stage: int) -> int:
         """Return the parameters that a rank of a stage holds, without LoRA's."""
         ends = {"first": stage == 0, "last": stage == self.pp - 1}
-        return stage_parameters(self.model, FinetuneConfig(), self.layers_by_stage[stage], self.tp, **ends).held
+        return stage_parameters(self.model, FinetuneConfig(), range(self.layers_by_stage[stage]), self.tp, **ends).held
 
     def trained_parameters(self, stage: int) -> int:
         """Return the parameters that a rank of a stage trains: all, or only LoRA's adapters."""
@@ -219,10 +220,17 @@ def _matrix_work(plan: Plan) -> dict[str, Any]:
 def _scaled_outputs(plan: Plan) -> float:
     """Return ``Job.scaled_outputs``. Sequence parallelism divides the tokens of row-parallel outputs."""
     finetune, tp = plan.config.finetune, plan.config.trainer.tp
-    targets = [matrices(plan.model)[module] for module in finetune.lora_target_modules]
+    targets = [matrices(plan.model)[module] for module in adapted_modules(plan.model, finetune)]
     divided = tp if plan.sp else 1
     rows = (matrix.local_shape(tp)[0] / (divided if matrix.cut else 1) for matrix in targets)
     return sum(rows) if finetune.use_dora else 0.0
+
+
+def _adapter_parameters(plan: Plan) -> int:
+    """Return ``Job.lora_parameters``."""
+    pp, tp = plan.config.trainer.pp, plan.config.trainer.tp
+    stages = [[layer for chunk in plan.stage_layers[stage::pp] for layer in chunk] for stage in range(pp)]
+    return max(-(-lora_parameters(plan.model, plan.config.finetune, each, tp) // len(each)) for each in stages)
 
 
 def _unpacked_bytes(plan: Plan) -> int:
@@ -260,7 +268,7 @@ def job_of_plan(plan: Plan) -> Job:
     """Return the Job of a plan."""
     model, trainer, precision = plan.model, plan.config.trainer, plan.precision
     lora, compute = plan.config.finetune.method == "lora", BYTES[precision.compute_dtype]
-    targets = plan.config.finetune.lora_target_modules if lora else []
+    targets = adapted_modules(model, plan.config.finetune)
     return Job(
         model=model,
         seq=plan.config.data.length,
@@ -292,7 +300,7 @@ def job_of_plan(plan: Plan) -> Job:
             moments=2 * _state_bytes(plan),
         ),
         document=round(pattern_of(model).span(plan.config.data.length)),
-        lora_parameters=lora_parameters(model, plan.config.finetune, 1, trainer.tp) if lora else 0,
+        lora_parameters=_adapter_parameters(plan) if lora else 0,
         scaled_outputs=_scaled_outputs(plan) if lora else 0.0,
         adapted=frozenset(fused_matrix(name).removesuffix("_proj") for name in targets),
         unpacked_bytes=_unpacked_bytes(plan),

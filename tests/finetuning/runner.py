@@ -44,6 +44,15 @@ SETTINGS = (
 EVERY_MATRIX = "finetune.lora_target_modules=[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"
 RANK = ("finetune=lora", "finetune.lora_rank=4", "finetune.lora_alpha=12")
 LORA = (*RANK, EVERY_MATRIX)
+# Ranks differ inside a fused matrix, and between layers; layer 0 has no adapter of up_proj.
+PATTERNS = (
+    *LORA,
+    r"finetune.rank_pattern={layers.0.self_attn.q_proj: 8, \(k|down\)_proj: 2}",
+    "finetune.alpha_pattern={mlp.*: 5, q_proj: 7}",
+    "finetune.exclude_modules=[layers.0.mlp.up_proj]",
+)
+LAYER_1 = (*LORA, "finetune.layers_to_transform=[1]")
+BIASES = ("model.model_type=qwen2", *LORA, "finetune.bias=all")
 # Of a global batch of 4; without it, 2.
 MICRO_1 = "trainer.micro_batch_size=1"
 TOLERANCE = 1e-5  # fp32; sums in another order
@@ -112,14 +121,14 @@ def _tune(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tuple:
 
 
 def save_base(plan: Plan, folder: Path) -> None:
-    """A Hugging Face folder with a random Llama of the plan's shape, its norms no ones."""
-    from transformers import LlamaForCausalLM
+    """A Hugging Face folder with a random Llama of the plan's shape, its norms no ones and its biases no zeros."""
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(7)
-    llama = LlamaForCausalLM(hf_config(plan.model))
+    llama = AutoModelForCausalLM.from_config(hf_config(plan.model))
     with torch.no_grad():
         for name, parameter in llama.named_parameters():
-            if name.endswith("norm.weight"):
+            if name.endswith(("norm.weight", ".bias")):
                 parameter.add_(0.3 * torch.randn_like(parameter))
     llama.save_pretrained(folder)
 
@@ -143,6 +152,11 @@ def their_lora(base: Any, plan: Plan) -> Any:
         use_dora=finetune.use_dora,
         lora_dropout=finetune.lora_dropout,
         target_modules=finetune.lora_target_modules,
+        exclude_modules=finetune.exclude_modules or None,
+        layers_to_transform=finetune.layers_to_transform or None,
+        rank_pattern=finetune.rank_pattern,
+        alpha_pattern=finetune.alpha_pattern,
+        bias=finetune.bias,
         modules_to_save=finetune.modules_to_save or None,
         task_type="CAUSAL_LM",
     )
@@ -157,7 +171,7 @@ def save_adapter(plan: Plan, base: Path, folder: Path) -> None:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
-            elif parameter.requires_grad and "lora_A" not in name:
+            elif parameter.requires_grad and "lora_A" not in name:  # magnitudes, biases and whole modules
                 parameter.add_(0.01 * torch.randn_like(parameter))
     model.save_pretrained(folder)
 
@@ -196,7 +210,7 @@ def train_theirs(
 
 def _plain(name: str) -> str:
     """A parameter's name in a file: peft's without the adapter's, whole modules under Hugging Face's."""
-    name = name.replace(".default", "").replace(".modules_to_save", "")
+    name = name.replace(".default", "").replace(".modules_to_save", "").replace(".base_layer", "")
     name = name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
     return name if ".lora_" in name else name.removeprefix("base_model.model.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from megatron_llama.plan import Plan
 from scripts import export_hf
 from tests.checkpoint.runner import resumed
 from tests.finetuning import runner
-from tests.finetuning.runner import World, make_plan, tune
+from tests.finetuning.runner import BIASES, LAYER_1, LORA, PATTERNS, World, make_plan, tune
 from tests.messages import raises_with_message
 from tests.model.llamas import whole_batch
 from tests.oracle import distance
@@ -55,27 +56,43 @@ def _their_logits(rank: int, plan: Plan, base: Path, adapter: Path | None) -> tu
     return logits, None if adapter is None else dict(model.merge_and_unload().state_dict())
 
 
+def _save_base(rank: int, plan: Plan, folder: Path) -> None:
+    runner.save_base(plan, folder)
+
+
+def _model(settings: Sequence[str]) -> list[str]:
+    return [setting for setting in settings if setting.startswith("model.")]
+
+
 def _adapter_start(adapter: Path, base: Path) -> list[str]:
     return ["finetune=lora", f"finetune.adapter={adapter}", f"init_from={base}"]
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+KINDS = {"dora": (*LORA, "finetune.use_dora=true"), "patterns": PATTERNS, "one layer": LAYER_1, "all biases": BIASES}
+
+
+@pytest.mark.parametrize("kind", ["lora", *KINDS])
 def test_peft_reads_and_merges_our_adapter(kind: str, world: World, trained: Path, tmp_path: Path) -> None:
     """peft, a new run and the merged weights have the logits of the run."""
-    start = world.lora
-    if kind == "dora":
-        trained, start = tmp_path / "run", [*world.fresh, "finetune.use_dora=true"]
+    start, base = world.lora, world.base
+    if kind == "all biases":
+        base = tmp_path / "base"
+        run_ranks(_save_base, 1, make_plan(1, tmp_path, *BIASES), base)
+    if kind in KINDS:
+        trained, start = tmp_path / "run", [*KINDS[kind], f"init_from={base}"]
         tune(2, trained, *start, "trainer.tp=2", steps=3)
     made = export(find_checkpoint(trained), tmp_path / "adapter")
     merged_folder = export(find_checkpoint(trained), tmp_path / "merged", merge=True).folder
     merged = load_file(merged_folder / "model.safetensors")
     (logits,) = run_ranks(_our_logits, 1, make_plan(1, trained, *start))
-    (their_logits, by_peft) = run_ranks(_their_logits, 1, world.plan, world.base, made.folder)[0]
+    (their_logits, by_peft) = run_ranks(_their_logits, 1, world.plan, base, made.folder)[0]
     assert distance(logits, their_logits) <= 1e-6
     assert all(distance(merged[name], by_peft[name]) <= 1e-6 for name in merged)
     (of_merged, _) = run_ranks(_their_logits, 1, world.plan, merged_folder, None)[0]
     assert distance(logits, of_merged) <= 1e-5
-    (reloaded,) = run_ranks(_our_logits, 1, make_plan(1, tmp_path / "new", *_adapter_start(made.folder, world.base)))
+    (reloaded,) = run_ranks(
+        _our_logits, 1, make_plan(1, tmp_path / "new", *_model(start), *_adapter_start(made.folder, base))
+    )
     assert torch.equal(reloaded, logits)
     magnitudes = [name for name in load_file(made.folder / ADAPTER_WEIGHTS) if name.endswith(".lora_magnitude_vector")]
     assert len(magnitudes) == (14 if kind == "dora" else 0)
@@ -149,10 +166,18 @@ def _with(adapter: Path, folder: Path, **settings: Any) -> Path:
         ({"lora_bias": True}, "lora_bias is True"),
         ({"use_rslora": "yes"}, "use_rslora must be true or false"),
         ({"use_dora": "yes"}, "use_dora must be true or false"),
-        ({"bias": "all"}, "bias is 'all'"),
+        ({"bias": "some"}, "bias is 'some'"),
+        ({"layers_pattern": "h"}, "layers_pattern is 'h'"),
+        ({"layers_to_transform": "1"}, "layers_to_transform must be a list"),
+        ({"layers_to_transform": [2]}, "the model has layers 0 to 1"),
+        ({"rank_pattern": [2]}, "rank_pattern must be a mapping"),
+        ({"rank_pattern": {"c_attn": 2}}, "no adapted linear layer has a name that ends in a match of c_attn"),
+        ({"exclude_modules": 3}, "exclude_modules must be a list"),
+        ({"exclude_modules": ["model.layers.2.mlp.up_proj"]}, "has a name that ends in model.layers.2.mlp.up_proj"),
         ({"target_modules": 3}, "target_modules must be a list of names"),
         ({"target_modules": ".*_proj"}, None),  # a regular expression
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is"),
+        ({"exclude_modules": ".*layers.7.*"}, None),
+        ({"rank_pattern": {"q_proj": 2}, "layers_to_transform": 0, "layers_pattern": "layers"}, None),
         ({"target_modules": ["q_proj", "c_attn"]}, "must be some of q_proj"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),  # it changes the base weights
         ({"init_lora_weights": "pissa_niter_16"}, "only True or False or 'gaussian'"),
@@ -180,8 +205,8 @@ def test_full_module_names_are_projections(world: World, tmp_path: Path) -> None
     assert make_plan(1, tmp_path, *chosen).config.finetune.lora_target_modules == sorted(EVERY)
     (tmp_path / "some").mkdir()
     folder = _with(world.adapter, tmp_path / "some" / "adapter", target_modules=full[1:])
-    with raises_with_message(ConfigError, "must be some of q_proj"):
-        make_plan(1, tmp_path, "finetune=lora", f"finetune.adapter={folder}", f"init_from={world.base}")
+    chosen = ["finetune=lora", f"finetune.adapter={folder}", f"init_from={world.base}"]
+    assert make_plan(1, tmp_path, *chosen).config.finetune.lora_target_modules == sorted(full[1:])
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,24 @@ from safetensors.torch import load_file, save_file
 from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.arch.names import lora_shapes
 from megatron_llama.checkpoint.folder import find_checkpoint
+from megatron_llama.checkpoint.lora_adapter import trained_shapes
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan, stage_memory
 from megatron_llama.plan.plan import PLAIN
-from tests.finetuning.runner import LORA, RANK, World, make_plan, their_base, their_lora, tune
+from tests.finetuning.runner import (
+    BIASES,
+    LAYER_1,
+    LORA,
+    PATTERNS,
+    RANK,
+    World,
+    make_plan,
+    their_base,
+    their_lora,
+    tune,
+)
 from tests.messages import raises_with_message
 from tests.oracle import on_ranks, rank_data
 from tests.ranks import RankFailed, run_ranks
@@ -121,20 +133,31 @@ def test_bf16_keeps_master_weights_of_trained_weights_only(world: World, tmp_pat
         assert tuned.dtypes == ({trained}, {torch.bfloat16})
 
 
-def test_planned_memory_equals_the_run(tmp_path: Path) -> None:
+KINDS = {
+    "whole modules": (*RANK, "finetune.modules_to_save=[embed_tokens,input_layernorm]"),
+    "patterns": PATTERNS,
+    "one layer": LAYER_1,
+    "all biases": BIASES,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_planned_memory_equals_the_run(kind: str, tmp_path: Path) -> None:
     for ranks, layout in ((1, []), (4, ["trainer.tp=4"]), (4, ["trainer.tp=2", "trainer.pp=2"]), (2, ZERO_3)):
-        plan = make_plan(ranks, tmp_path, *RANK, *layout, "finetune.modules_to_save=[embed_tokens,input_layernorm]")
+        plan = make_plan(ranks, tmp_path, *KINDS[kind], *layout)
         for trained, frozen, moments, stage in on_ranks(_sizes, plan):
             memory = stage_memory(plan)[stage]
             assert memory.optimizer == moments
             assert memory.gradients == 4 * trained
             assert memory.weights == 4 * (trained + frozen), "nothing is gathered, and nothing copied"
             assert plan.storage.kind == PLAIN or plan.shard_size > 1
-            assert ranks > 1 or trained == plan.whole.trained
+        shapes = trained_shapes(plan.model, plan.config.finetune)
+        assert plan.whole.trained == sum(map(math.prod, shapes.values()))
 
 
-def test_flops_equal_the_count_of_torch(world: World) -> None:
-    (theirs, ours) = run_ranks(_flops, 1, world.plan, world.base)[0]
+@pytest.mark.parametrize("kind", [LORA, PATTERNS, LAYER_1], ids=["all layers", "patterns", "one layer"])
+def test_flops_equal_the_count_of_torch(kind: tuple[str, ...], world: World, tmp_path: Path) -> None:
+    (theirs, ours) = run_ranks(_flops, 1, make_plan(1, tmp_path, *kind), world.base)[0]
     assert theirs == ours
 
 

@@ -11,7 +11,20 @@ from safetensors.torch import load_file
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from tests.finetuning import runner
-from tests.finetuning.runner import LORA, MICRO_1, RANK, TOLERANCE, Tuned, World, assert_near, make_plan, tune
+from tests.finetuning.runner import (
+    BIASES,
+    LAYER_1,
+    LORA,
+    MICRO_1,
+    PATTERNS,
+    RANK,
+    TOLERANCE,
+    Tuned,
+    World,
+    assert_near,
+    make_plan,
+    tune,
+)
 from tests.oracle import distance
 from tests.ranks import run_ranks
 from tests.rows import rows
@@ -50,7 +63,7 @@ def test_a_small_difference_exceeds_the_tolerance(world: World, theirs_lora: Tun
 def _scale_by_1_001(model: ParallelModel) -> None:
     for module in model.chunks[0].modules():
         if hasattr(module, "lora_A"):
-            module.scaling *= 1.001  # type: ignore[operator,assignment]
+            module.scalings = [1.001 * scaling for scaling in module.scalings]  # type: ignore[union-attr,assignment]
 
 
 # Layouts, and models if there is a setting of the model, compared with one process.
@@ -99,7 +112,18 @@ MODULES = (
     "finetune.modules_to_save=[embed_tokens,lm_head,norm]",
     "finetune.lora_target_modules=[v_proj,up_proj]",
 )
+ADAPTED_BIASES = (*BIASES[:-1], "finetune.bias=lora_only", "finetune.layers_to_transform=[0]")
 ADAPTERS = {
+    "patterns, one process": (PATTERNS, 1, []),
+    "patterns, tp2+sp": (PATTERNS, 2, TP2),
+    "patterns, tp4, shared kv heads": (PATTERNS, 4, ["trainer.tp=4", "trainer.sp=false"]),
+    "patterns, pp2": (PATTERNS, 2, ["trainer.pp=2"]),
+    "patterns, zero 3": (PATTERNS, 2, ["trainer.zero=3", MICRO_1]),
+    "patterns, cp2": (PATTERNS, 2, ["trainer.cp=2"]),
+    "patterns and dora, tp2+sp": ((*PATTERNS, "finetune.use_dora=true"), 2, TP2),
+    "one layer, pp2": (LAYER_1, 2, ["trainer.pp=2"]),
+    "all biases, tp2+sp": (BIASES, 2, TP2),
+    "biases of one layer, tp2·dp2, zero 3": (ADAPTED_BIASES, 4, [*TP2, "trainer.zero=3", MICRO_1]),
     "whole modules, tp2·pp2": (MODULES, 4, TP2_PP2),
     "rank-stabilized, one process": (RSLORA, 1, []),
     "rank-stabilized, tp2+sp": (RSLORA, 2, TP2),
@@ -112,25 +136,34 @@ ADAPTERS = {
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "layout"),
-    rows(ADAPTERS.items(), {"whole modules, tp2·pp2", "rank-stabilized, tp2+sp", "dora, tp2+sp"}),
+    rows(
+        ADAPTERS.items(),
+        {"patterns, tp2+sp", "one layer, pp2", "whole modules, tp2·pp2", "rank-stabilized, tp2+sp", "dora, tp2+sp"},
+    ),
 )
 def test_other_adapters(kind: tuple[str, ...], ranks: int, layout: list[str], world: World, tmp_path: Path) -> None:
     """An adapter of peft sets its kind; DoRA's magnitudes are not the norms of the base."""
     plan, adapter = make_plan(1, tmp_path, *kind), tmp_path / "adapter"
-    run_ranks(_save_adapter, 1, plan, world.base, adapter)
-    theirs = run_ranks(runner.run_lora, 1, plan, world.base, adapter, 3)[0]
-    chosen = ["finetune=lora", f"finetune.adapter={adapter}", f"init_from={world.base}"]
+    model = [setting for setting in kind if "model." in setting]
+    base = tmp_path / "base" if model else world.base
+    run_ranks(_save_adapter, 1, plan, base, adapter)
+    theirs = run_ranks(runner.run_lora, 1, plan, base, adapter, 3)[0]
+    chosen = ["finetune=lora", *model, f"finetune.adapter={adapter}", f"init_from={base}"]
     ours = tune(ranks, tmp_path / "run", *chosen, *layout, steps=3)
     assert_near(ours, theirs)
     expected = plan.config.finetune
     actual = make_plan(1, tmp_path, *chosen).config.finetune
-    assert (actual.use_rslora, actual.use_dora) == (expected.use_rslora, expected.use_dora)
-    assert sum("magnitude" in name for name in ours.trained) == (14 if expected.use_dora else 0)
+    names = "use_rslora", "use_dora", "bias", "rank_pattern", "alpha_pattern", "exclude_modules", "layers_to_transform"
+    assert all(getattr(actual, name) == getattr(expected, name) for name in names)
+    adapted = sum(name.endswith("lora_A.weight") for name in theirs.trained)
+    assert sum("magnitude" in name for name in ours.trained) == (adapted if expected.use_dora else 0)
     if expected.modules_to_save:
         assert {"model.layers.1.input_layernorm.weight", "lm_head.weight"} <= theirs.trained.keys()
 
 
 def _save_adapter(rank: int, plan: Plan, base: Path, folder: Path) -> None:
+    if not base.exists():
+        runner.save_base(plan, base)
     runner.save_adapter(plan, base, folder)
 
 

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from typing import Any
 
-from megatron_llama.arch.shapes import Matrix, matrices
+from megatron_llama.arch.adapters import (
+    adapted_modules,
+    is_named,
+    layer_adapters,
+    layer_kinds,
+    matches_pattern,
+    module_name,
+    module_names,
+)
+from megatron_llama.arch.shapes import FUSED, Matrix, has_bias, matrices
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, QUANTIZED_BITS, STATE_BLOCK
-from megatron_llama.config.problems import Problem, format_value
+from megatron_llama.config.problems import Problem, format_value, quote_value
 from megatron_llama.config.settings import Config, FinetuneConfig
 from megatron_llama.config.settings_table import get, settings_by_name
 from megatron_llama.plan.rules.layout import layout_tp
@@ -40,19 +50,87 @@ def lora_settings_are_for_lora(config: Config, world_size: int) -> Iterator[Prob
             yield Problem(name, value, rule, f"write finetune.method=lora, or omit {name}")
 
 
-@reads("finetune.lora_rank", "finetune.lora_target_modules", "model")
+ADAPTED = tuple(
+    f"finetune.{name}"
+    for name in "method lora_rank lora_alpha use_rslora lora_target_modules exclude_modules layers_to_transform "
+    "rank_pattern alpha_pattern bias".split()
+)
+"""Settings that determine the adapters."""
+
+
+@reads(*ADAPTED, "model")
 def rank_is_low(config: Config, world_size: int) -> Iterator[Problem]:
     """LoRA's rank is at most the smallest dimension of its matrices."""
-    finetune = config.finetune
-    if finetune.method != "lora":
-        return
-    shapes = {module: matrices(config.model)[module].shape for module in finetune.lora_target_modules}
-    module = min(shapes, key=lambda name: min(shapes[name]))
-    if finetune.lora_rank > min(shapes[module]):
+    finetune, shapes = config.finetune, {name: matrix.shape for name, matrix in matrices(config.model).items()}
+    limits: dict[int, str] = {}
+    for adapters, _ in layer_kinds(config.model, finetune, range(config.model.num_hidden_layers)):
+        for module, adapter in adapters.items():
+            if adapter.rank > min(shapes[module]):
+                tightest = (limits.get(adapter.rank, module), module)
+                limits[adapter.rank] = min(tightest, key=lambda name: min(shapes[name]))
+    for rank, module in limits.items():
         rows, columns = shapes[module]
         rule = f"exceeds the rank of {module}, a matrix of {rows} x {columns}"
-        instead = f"write finetune.lora_rank={min(shapes[module])} or less"
-        yield Problem("finetune.lora_rank", finetune.lora_rank, rule, instead)
+        if rank == finetune.lora_rank:
+            yield Problem("finetune.lora_rank", rank, rule, f"write finetune.lora_rank={min(rows, columns)} or less")
+        else:
+            pattern = {key: min(value, *shapes[module]) for key, value in finetune.rank_pattern.items()}
+            instead = f"write finetune.rank_pattern={quote_value(pattern)}, or smaller ranks"
+            yield Problem("finetune.rank_pattern", finetune.rank_pattern, f"{rank} {rule}", instead)
+
+
+@reads(*ADAPTED, "model.num_hidden_layers", "trainer.pp", "optim.name")
+def adapters_match_modules(config: Config, world_size: int) -> Iterator[Problem]:
+    """Each name, layer and pattern of LoRA's settings applies to some linear layer."""
+    finetune, layers, every = config.finetune, config.model.num_hidden_layers, module_names(config.model)
+    if finetune.method != "lora":
+        return
+    for name in ("lora_target_modules", "exclude_modules"):
+        values = getattr(finetune, name)
+        if wrong := [ending for ending in values if not any(is_named(module, ending) for module in every)]:
+            rule = f"no linear layer of the {layers} layers has a name that ends in {' or '.join(wrong)}"
+            yield _without(name, values, wrong, rule, f"or names such as {every[0]}")
+    if absent := [layer for layer in finetune.layers_to_transform if layer >= layers]:
+        rule = f"the model has layers 0 to {layers - 1}, without {' and '.join(map(str, absent))}"
+        yield _without("layers_to_transform", finetune.layers_to_transform, absent, rule, f"or numbers below {layers}")
+        return
+    adapted = [module_name(i, name) for i in range(layers) for name in layer_adapters(config.model, finetune, i)]
+    if not adapted and all(any(is_named(name, ending) for name in every) for ending in finetune.lora_target_modules):
+        rule = "excludes every module of lora_target_modules"
+        yield _without("exclude_modules", finetune.exclude_modules, finetune.exclude_modules, rule, "or fewer names")
+    plain = [layer for layer in range(layers) if not layer_adapters(config.model, finetune, layer)]
+    if adapted and plain and config.trainer.pp > 1 and config.optim.row.exchanges_signs:
+        rule = f"needs trained weights on every pipeline stage, and layer {plain[0]} has no adapters"
+        yield Problem("optim.name", config.optim.name, rule, "write optim.name=adamw, or trainer.pp=1")
+    for name in ("rank_pattern", "alpha_pattern") if adapted else ():
+        values = getattr(finetune, name)
+        if wrong := [pattern for pattern in values if not any(matches_pattern(module, pattern) for module in adapted)]:
+            rule = f"no adapted linear layer has a name that ends in a match of {' or '.join(wrong)}"
+            yield _without(name, values, wrong, rule, f"or expressions such as {adapted[0]}")
+
+
+def _without(name: str, values: Any, wrong: Sequence[Any], rule: str, others: str) -> Problem:
+    """Return the problem of a list or mapping with some wrong items or keys; the advice omits them."""
+    legal = [value for value in values if value not in wrong]
+    rest = {key: values[key] for key in legal} if isinstance(values, dict) else legal
+    if name == "lora_target_modules" and not rest:
+        rest = ["q_proj"]
+    return Problem(f"finetune.{name}", values, rule, f"write finetune.{name}={quote_value(rest)}, {others}")
+
+
+@reads(*ADAPTED, "model")
+def biases_are_whole(config: Config, world_size: int) -> Iterator[Problem]:
+    """Biases of q, k and v, or of gate and up, are one parameter, so ``lora_only`` trains all of them or none."""
+    if config.finetune.method != "lora" or config.finetune.bias != "lora_only":
+        return
+    for adapters, layers in layer_kinds(config.model, config.finetune, range(config.model.num_hidden_layers)):
+        for matrix, modules in FUSED.items():
+            plain = [module for module in modules if module not in adapters]
+            if has_bias(config.model, matrix) and 0 < len(plain) < len(modules):
+                rule = f"needs adapters of all of {', '.join(modules)}, whose biases are one parameter; "
+                rule += f"layer {layers[0]} adapts no {' and no '.join(plain)}"
+                yield Problem("finetune.bias", "lora_only", rule, "write finetune.bias=all, or adapt all of them")
+                return
 
 
 @reads("finetune.modules_to_save", "model.tie_word_embeddings")
@@ -85,7 +163,7 @@ def state_blocks_are_whole(config: Config, world_size: int) -> Iterator[Problem]
     optim, table = config.optim, matrices(config.model)
     if optim.state_bits != 8 or "optim.state_bits" in optim.row.refuses:
         return
-    modules = config.finetune.lora_target_modules if config.finetune.method == "lora" else table
+    modules = adapted_modules(config.model, config.finetune) if config.finetune.method == "lora" else table
     trained = [matrix for module, matrix in table.items() if module in modules]
     yield from _whole_blocks(config, world_size, "optim.state_bits", "optim.state_bits=null", STATE_BLOCK, trained)
 

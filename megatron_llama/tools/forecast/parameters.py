@@ -7,18 +7,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_llama.arch.adapters import layer_adapters
 from megatron_llama.arch.names import MAGNITUDE
 from megatron_llama.arch.shapes import (
     QK_NORMS,
     ROW_PARALLEL,
+    StackedAdapters,
     bias_rows,
     block_norms,
-    fused_rows,
     fused_shape,
     head_dim,
     matrices,
     norms_branches,
     qk_norm_shapes,
+    stacked_adapters,
+    trains_bias,
 )
 from megatron_llama.config.precision import BYTES, quantized_bytes
 from megatron_llama.plan.plan import Plan
@@ -48,23 +51,20 @@ class Unit(NamedTuple):
     parameters: tuple[Parameter, ...]
 
 
-def target_rows(plan: Plan, matrix: str, tp: int | None = None) -> list[int]:
-    """Return the rows on one of ``tp`` ranks (default: the plan's) of each LoRA target module in a fused matrix."""
-    finetune, tp = plan.config.finetune, tp or plan.config.trainer.tp
-    if finetune.method != "lora":
-        return []
-    rows = fused_rows(plan.model, matrix, tp)
-    return [count for module, count in rows.items() if module in finetune.lora_target_modules]
+def adapters_of(plan: Plan, layer: int, matrix: str, tp: int | None = None) -> StackedAdapters | None:
+    """Return LoRA's adapters of a fused matrix on one of ``tp`` ranks (default: the plan's)."""
+    adapters = layer_adapters(plan.model, plan.config.finetune, layer)
+    return stacked_adapters(plan.model, adapters, matrix, tp or plan.config.trainer.tp)
 
 
 def key_rows(plan: Plan) -> int:
     """Return the number of trained key and value rows of qkv, or of LoRA's B there. They are its last rows."""
     finetune, tp = plan.config.finetune, plan.config.trainer.tp
-    targets = finetune.lora_target_modules if finetune.method == "lora" else ("k_proj", "v_proj")
+    targets = layer_adapters(plan.model, finetune, 0) if finetune.method == "lora" else ("k_proj", "v_proj")
     return sum(matrices(plan.model)[module].local_shape(tp)[0] for module in ("k_proj", "v_proj") if module in targets)
 
 
-def block_parameters(plan: Plan, tp: int | None = None) -> tuple[Parameter, ...]:
+def block_parameters(plan: Plan, tp: int | None = None, layer: int = 0) -> tuple[Parameter, ...]:
     """Return the parameters of a block on one of ``tp`` ranks (default: the plan's), in the order of the model."""
     finetune, tp, h = plan.config.finetune, tp or plan.config.trainer.tp, plan.model.hidden_size
     full, parameters = finetune.method != "lora", list[Parameter]()
@@ -75,12 +75,13 @@ def block_parameters(plan: Plan, tp: int | None = None) -> tuple[Parameter, ...]
             rows, columns = fused_shape(plan.model, matrix, tp)
             parameters.append(Parameter(matrix, rows, columns, full, plan.quantized is not None))
             if matrix in biases:
-                parameters.append(Parameter(f"{matrix}.bias", biases[matrix], 1, full))
-            if targets := target_rows(plan, matrix, tp):
-                parameters.append(Parameter(f"{matrix}.lora_A", len(targets) * finetune.lora_rank, columns))
-                parameters.append(Parameter(f"{matrix}.lora_B", sum(targets), finetune.lora_rank))
+                trained = full or trains_bias(plan.model, finetune, layer, matrix)
+                parameters.append(Parameter(f"{matrix}.bias", biases[matrix], 1, trained))
+            if (stack := adapters_of(plan, layer, matrix, tp)) is not None:
+                parameters.append(Parameter(f"{matrix}.lora_A", sum(stack.ranks), columns))
+                parameters.append(Parameter(f"{matrix}.lora_B", sum(stack.rows), stack.width))
                 if finetune.use_dora:
-                    parameters.append(Parameter(f"{matrix}.{MAGNITUDE}", sum(targets), 1))
+                    parameters.append(Parameter(f"{matrix}.{MAGNITUDE}", sum(stack.rows), 1))
     sizes = qk_norm_shapes(plan.model, tp).items()
     return (*parameters, *(Parameter(name, size, 1, is_trained(plan, name)) for name, size in sizes))
 
@@ -159,17 +160,17 @@ def _chunk(
     hidden, vocabulary = plan.model.hidden_size, vocab_size // tp * plan.model.hidden_size
     if first:
         yield "embed_tokens", ModuleWork(vocabulary)
-    block = list(_block(plan, tp))
-    yield from ((f"layers.{layer}.{name}", work) for layer in layers for name, work in block)
+    for layer in layers:
+        yield from ((f"layers.{layer}.{name}", work) for name, work in _block(plan, tp, layer))
     if last:
         yield "norm", ModuleWork(hidden)
         head = 0 if first and plan.model.tie_word_embeddings else vocabulary
         yield "lm_head", ModuleWork(head, *_gemm_flops(vocabulary, trained=is_trained(plan, "lm_head")))
 
 
-def _block(plan: Plan, tp: int) -> Iterator[tuple[str, ModuleWork]]:
+def _block(plan: Plan, tp: int, layer: int) -> Iterator[tuple[str, ModuleWork]]:
     """Yield the modules of a block in the order of their execution."""
-    sizes = {each.name: each.rows * each.columns for each in block_parameters(plan, tp)}
+    sizes = {each.name: each.rows * each.columns for each in block_parameters(plan, tp, layer)}
     norms = [(name, ModuleWork(sizes[name])) for name in block_norms(plan.model)]
     is_last = norms_branches(plan.model)
     width = plan.model.num_attention_heads // tp * head_dim(plan.model)

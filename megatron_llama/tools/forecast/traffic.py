@@ -38,11 +38,11 @@ from megatron_llama.plan.matrix_work import MatrixWork
 from megatron_llama.plan.plan import Plan
 from megatron_llama.tools.forecast.parameters import (
     Parameter,
+    adapters_of,
     block_parameters,
     gathered_bytes,
     is_trained,
     key_rows,
-    target_rows,
     units,
 )
 from megatron_llama.topology import AXIS_NAMES, virtual_stages_of
@@ -252,7 +252,7 @@ def _blocks(
     lora, chunked = plan.config.finetune.method == "lora", plan.config.trainer.mlp_chunks > 1
     inputs = 0 if plan.config.trainer.compile or lora else blocks
     mlp_recomputed, last_sums = recomputed, 0
-    if target_rows(plan, "down_proj") or norms_branches(plan.model):
+    if adapters_of(plan, 0, "down_proj") or norms_branches(plan.model):
         last_sums = recomputed
     if chunked:
         mlp_recomputed = last_sums = blocks + (recomputed if norms_branches(plan.model) else 0)
@@ -304,7 +304,8 @@ def _mlp_chunks(plan: Plan, activations: int) -> dict[int, int]:
 
 def _lora(plan: Plan, label: str, matrix: str, activations: int, blocks: int, recomputed: int) -> Iterator[Operation]:
     """Yield the operations of x Aᵀ, which is gathered or summed like the matrix's input or output."""
-    size = len(target_rows(plan, matrix)) * activations // plan.model.hidden_size * plan.config.finetune.lora_rank
+    stack = adapters_of(plan, 0, matrix)
+    size = sum(stack.ranks) * (activations // plan.model.hidden_size) if stack else 0
     forward, backward = blocks + recomputed, blocks
     if plan.sp:
         kinds = {"reduce_scatter": forward, "all_gather": backward}
@@ -317,7 +318,7 @@ def _lora(plan: Plan, label: str, matrix: str, activations: int, blocks: int, re
         yield Operation(f"{label}: LoRA of {matrix}", key, calls * (size > 0), size)
     if plan.config.finetune.use_dora and matrix in ROW_PARALLEL:
         key = TrafficKey("tp", "all_reduce", plan.config.trainer.tp)
-        norms = sum(target_rows(plan, matrix)) * FP32
+        norms = sum(stack.rows) * FP32 if stack else 0
         yield Operation(f"{label}: DoRA's norms of {matrix}", key, forward * (norms > 0), norms)
 
 
@@ -455,10 +456,12 @@ def _rectangle_sizes(plan: Plan, parameter: Parameter, tp_rank: int) -> list[int
         real = min(parameter.rows, plan.model.vocab_size - tp_rank * parameter.rows)
         return [real * parameter.columns] if real > 0 else []
     matrix, _, adapter = parameter.name.partition(".")
-    if adapter == "lora_A":
-        return [plan.config.finetune.lora_rank * parameter.columns] * len(target_rows(plan, matrix))
-    if adapter in ("lora_B", MAGNITUDE):
-        return [rows * parameter.columns for rows in target_rows(plan, matrix)]
+    if adapter in ("lora_A", "lora_B", MAGNITUDE):
+        stack = adapters_of(plan, 0, matrix)
+        assert stack is not None
+        a = [rank * parameter.columns for rank in stack.ranks]
+        b = [rows * rank for rows, rank in zip(stack.rows, stack.ranks, strict=True)]
+        return {"lora_A": a, "lora_B": b}.get(adapter, [*stack.rows])
     if matrix in FUSED and not (matrix in ROW_PARALLEL and adapter == "bias"):
         return [rows * parameter.columns for rows in fused_rows(plan.model, matrix, plan.config.trainer.tp).values()]
     return [parameter.rows * parameter.columns]

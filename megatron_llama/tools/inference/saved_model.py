@@ -12,7 +12,14 @@ from megatron_llama.arch.shapes import head_dim, kv_heads
 from megatron_llama.checkpoint.export import GENERATION, model_of
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
-from megatron_llama.checkpoint.lora_adapter import MergedTensors, finetune_of, open_adapter, open_base, trained_tensors
+from megatron_llama.checkpoint.lora_adapter import (
+    MergedTensors,
+    TrainedAdapter,
+    finetune_of,
+    open_adapter,
+    open_base,
+    trained_tensors,
+)
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, read_json
 from megatron_llama.config import Config, ConfigError, FinetuneConfig, ModelConfig, Problem
@@ -85,7 +92,7 @@ def open_saved_model(path: Path, base: Path | None = None) -> SavedModel:
     stored: Stored = manifest.stored
     if finetune.method == "lora":
         trained = trained_tensors(manifest, model, finetune)
-        stored = MergedTensors.of(open_base(manifest, model, base), trained, finetune)
+        stored = MergedTensors.of(open_base(manifest, model, base), TrainedAdapter(trained, model, finetune))
         origin = str(stored.folder)
     else:
         _refuse_base(base)
@@ -155,7 +162,7 @@ def _open_adapter(folder: Path, base: Path | None) -> SavedModel:
         if problems:
             raise ConfigError(problems)
         adapter = open_adapter(folder, whole.model, finetune)
-    merged = MergedTensors.of(whole.stored, adapter, finetune)
+    merged = MergedTensors.of(whole.stored, TrainedAdapter(adapter, whole.model, finetune))
     whole = replace(whole, folder=folder, stored=merged)
     if not has_tokenizer(folder):
         return whole

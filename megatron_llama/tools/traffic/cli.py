@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from megatron_llama import cli
+from megatron_llama.arch.adapters import layer_kinds
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan, layout_lines
@@ -150,6 +151,10 @@ def groups_of_ranks(plan: Plan) -> list[tuple[list[int], list[Operation]]]:
     if plan.config.trainer.exact:
         rule = "the table has no rows for the messages of exact mode"
         raise ConfigError([Problem("trainer.exact", True, rule, "write trainer.exact=false")])
+    kinds = layer_kinds(plan.model, plan.config.finetune, range(plan.model.num_hidden_layers))
+    if len(kinds) > 1:
+        rule = "the table has one row for all blocks, and the adapters differ between layers"
+        raise ConfigError([Problem("finetune.lora_target_modules", None, rule, "give all layers the same adapters")])
     # Operations depend only on these coordinates: a few calls for thousands of ranks.
     operations_at = functools.cache(lambda *place: tuple(step_operations(plan, *place)))
     groups: dict[tuple[Operation, ...], list[int]] = {}
