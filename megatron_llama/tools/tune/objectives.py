@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.settings_table import check_limits, get
@@ -114,22 +115,21 @@ def tune(overrides: Sequence[str], output: Path | None = None) -> None:
     title = f"{request.config.model.name}: {request.tune.objective} on {request.target}"
     lines = [*wrap_lines(title, rest="  "), batch_line(request.config, request.target.title)]
     _print_lines([*lines, *wrap_lines(f"time forecast: {request.target.basis}", rest="  ")])
-    trials = request.tune.trials
-    if trials and not (request.target.is_local or request.tune.jobs):
-        trials = 0
+    if request.tune.trials and not (request.target.is_local or request.tune.jobs):
+        request = replace(request, tune=replace(request.tune, trials=0))
         _print_lines(["plan only: another machine (tune.jobs=true runs trials as SLURM jobs)"])
-    if trials:
+    if request.tune.trials:
         _print_lines([f"trials are in {request.tune.dir}"])
     tuned = Tuner(request.config, fixed_settings(request.config, list(request.overrides)), request.target)
     if request.tune.objective == "max_seq_len":
-        _max_seq_len(request, tuned, trials)
+        _max_seq_len(request, tuned)
     elif request.tune.objective == "min_devices":
-        _min_devices(request, tuned, trials)
+        _min_devices(request, tuned)
     else:
-        _show_and_write(request, search_or_fail(request, tuned, enumerate_candidates(tuned), trials))
+        _show_and_write(request, search_or_fail(request, tuned, enumerate_candidates(tuned)))
 
 
-def _max_seq_len(request: TuneRequest, tuned: Tuner, trials: int) -> None:
+def _max_seq_len(request: TuneRequest, tuned: Tuner) -> None:
     """Print the table of lengths, then search the fastest settings for the longest sequence.
 
     If all trials of a length run out of memory, the next length follows from the corrected forecast.
@@ -139,7 +139,7 @@ def _max_seq_len(request: TuneRequest, tuned: Tuner, trials: int) -> None:
         table = sequence_table(config, tuned.fixed, target, bar.show)
     _print_lines(["", *sequence_lines(table, config), ""])
     scale, positions = 1.0, config.model.max_position_embeddings
-    for _ in range(max(1, trials)):
+    for _ in range(max(1, request.tune.trials)):
         with ProgressBar("forecast", "layouts") as bar:
             tokens, more = longest_in_any_layout(
                 tuned, partial(Candidate.fits_on, target=target, scale=scale), bar.show
@@ -151,15 +151,15 @@ def _max_seq_len(request: TuneRequest, tuned: Tuner, trials: int) -> None:
         _print_lines(wrap_lines(f"longest sequence that fits in any layout: {tokens:,} tokens{limit}"))
         settings = {**length_settings(config, capped), **more}
         longer = Tuner(config, tuned.fixed, target, settings, context=True)
-        result = run_search(request, longer, enumerate_candidates(longer), trials)
-        if result.best is not None and (not result.history.tried or result.history.best):
+        result = run_search(request, longer, enumerate_candidates(longer))
+        if result.best is not None:
             _show_and_write(request, result)
             return
         scale = result.history.memory_scale * LENGTH_MARGIN
     raise NothingWorks("\n".join(failure_lines(result)))
 
 
-def _min_devices(request: TuneRequest, tuned: Tuner, trials: int) -> None:
+def _min_devices(request: TuneRequest, tuned: Tuner) -> None:
     """Increase the number of devices until the run fits and meets the deadline, then search."""
     target, deadline = tuned.target, request.tune.days
     # This machine has no more devices, and the user may have limited them.
@@ -167,7 +167,7 @@ def _min_devices(request: TuneRequest, tuned: Tuner, trials: int) -> None:
     counts: list[DeviceCount] = []
     with ProgressBar("forecast", "device counts") as bar:
         for number in device_counts(target, target.ranks if bounded else MOST_DEVICES):
-            counts.append(DeviceCount.on(Tuner(tuned.config, tuned.fixed, target.subset(number))))
+            counts.append(count_devices(Tuner(tuned.config, tuned.fixed, target.subset(number))))
             bar.show(len(counts))
             if counts[-1].meets(deadline):
                 break
@@ -176,32 +176,31 @@ def _min_devices(request: TuneRequest, tuned: Tuner, trials: int) -> None:
     if not last.meets(deadline):
         in_time = f" within {deadline:g} days" if deadline else ""
         raise NothingWorks(f"The run does not fit{in_time} on up to {last.tuned.target.ranks:,} devices.")
-    _show_and_write(request, search_or_fail(request, last.tuned, last.space, trials))
+    _show_and_write(request, search_or_fail(request, last.tuned, last.space))
 
 
-def search_or_fail(request: TuneRequest, tuned: Tuner, space: CandidateSpace, trials: int) -> SearchResult:
+def search_or_fail(request: TuneRequest, tuned: Tuner, space: CandidateSpace) -> SearchResult:
     """Run a search; raise NothingWorks if no candidate fits or all trials failed."""
-    result = run_search(request, tuned, space, trials)
-    if result.best is None or (result.history.tried and result.history.best is None):
+    result = run_search(request, tuned, space)
+    if result.best is None:
         raise NothingWorks("\n".join(failure_lines(result)))
     return result
 
 
-def run_search(request: TuneRequest, tuned: Tuner, space: CandidateSpace, trials: int) -> SearchResult:
+def run_search(request: TuneRequest, tuned: Tuner, space: CandidateSpace) -> SearchResult:
     """Run a search with its trials in subfolders of ``tune.dir``."""
-    folder, target = Path(str(request.tune.dir)), tuned.target
+    folder, target, tune = Path(str(request.tune.dir)), tuned.target, request.tune
 
     def attempt(candidate: Candidate, best: float | None) -> TrialOutcome:
         name = candidate.key.replace("trainer.", "").replace("=", "").replace(" ", "-")
-        return run_trial(candidate, request.overrides, request.tune, folder / name, best, target.nodes)
+        return run_trial(candidate, request.overrides, tune, folder / name, best, target.nodes)
 
-    if not trials:
+    if not tune.trials:
         return search(tuned, space, 0, None, attempt)
-    machine = f"{target.ranks} {target.name}"
-    inputs = {"words": list(request.overrides), "steps": request.tune.steps, "machine": machine}
+    inputs = {"words": list(request.overrides), "steps": tune.steps, "machine": f"{target.ranks} {target.name}"}
     try:
         with locked_folder(folder):
-            return search(tuned, space, trials, Journal(folder, inputs), attempt)
+            return search(tuned, space, tune.trials, Journal(folder, inputs), attempt)
     except FolderTaken:
         rule, advice = "is in use by another search", "wait for its end, or write another tune.dir=PATH"
         raise ConfigError([Problem("tune.dir", str(folder), rule, advice)]) from None
@@ -244,8 +243,7 @@ def _print_lines(lines: Iterable[str]) -> None:
     sys.stdout.flush()
 
 
-@dataclass(frozen=True)
-class DeviceCount:
+class DeviceCount(NamedTuple):
     """Candidates on a number of devices."""
 
     tuned: Tuner
@@ -253,19 +251,19 @@ class DeviceCount:
     days: float | None
     """Days of the run with the fastest settings, with failures and checkpoints; None if nothing fits."""
 
-    @classmethod
-    def on(cls, tuned: Tuner) -> DeviceCount:
-        """Return the candidates of all devices of a tuner's target."""
-        target, space = tuned.target, tuned.enumerate(memory_factor=1.0)
-        if not space.candidates:
-            return cls(tuned, space, None)
-        best = space.candidates[0]
-        plan, device = tuned.plan(best.settings, best.ranks), target.rank_device(best.ranks)
-        return cls(tuned, space, forecast_plan(plan, target.cluster, device, best.ranks).days)
-
     def meets(self, deadline: float | None) -> bool:
         """Whether the run fits, and ends within ``deadline`` days."""
         return self.days is not None and (deadline is None or self.days <= deadline)
+
+
+def count_devices(tuned: Tuner) -> DeviceCount:
+    """Return the candidates on all devices of a tuner's target."""
+    target, space = tuned.target, tuned.enumerate(memory_factor=1.0)
+    if not space.candidates:
+        return DeviceCount(tuned, space, None)
+    best = space.candidates[0]
+    plan, device = tuned.plan(best.settings, best.ranks), target.rank_device(best.ranks)
+    return DeviceCount(tuned, space, forecast_plan(plan, target.cluster, device, best.ranks).days)
 
 
 def device_counts(target: Target, most: int) -> Iterator[int]:

@@ -37,8 +37,8 @@ class SearchResult:
 
     @property
     def best(self) -> Candidate | None:
-        """Fastest candidate; None if nothing fits."""
-        return self.ranking[0] if self.ranking else None
+        """Fastest candidate; None if nothing fits or all trials failed."""
+        return self.ranking[0] if self.ranking and (self.history.done or not self.history.tried) else None
 
 
 def enumerate_candidates(tuned: Tuner) -> CandidateSpace:
@@ -62,42 +62,33 @@ def search(
 
     The same number of trials may run out of memory.
     """
-    history = TrialHistory(tuned.target)
+    history = TrialHistory(tuned.target, journal)
     if trials and journal is not None:
-        for candidate, outcome in journal.recorded(space.candidates):
-            history.add(candidate, outcome)
+        history.tried.update(journal.recorded(space.candidates))
         with ProgressBar("trials", "trials", trials) as bar:
             bar.start_at(min(trials, history.timed_count))
-            _run_trials(history, space.candidates, trials, journal, attempt, bar)
+            _run_trials(history, space.candidates, trials, attempt, bar)
         with ProgressBar("repeat the fastest", "trials") as bar:
-            _repeat_finalists(history, journal, attempt, bar)
+            _repeat_finalists(history, attempt, bar)
     return SearchResult(tuned.target, space, history, rank_candidates(history, space.candidates))
 
 
 def _run_trials(
-    history: TrialHistory,
-    candidates: Sequence[Candidate],
-    trials: int,
-    journal: Journal,
-    attempt: TrialFunction,
-    bar: ProgressBar,
+    history: TrialHistory, candidates: Sequence[Candidate], trials: int, attempt: TrialFunction, bar: ProgressBar
 ) -> None:
     """Run trials, the most promising candidate first."""
     while history.timed_count < trials and len(history.tried) < 2 * trials:
         candidate = history.choose_next(candidates)
         if candidate is None:
             return
-        number = len(history.tried)
         bar.show(history.timed_count, candidate.key)
-        best = history.best
-        outcome = attempt(candidate, best[1].seconds if best else None)
+        outcome = attempt(candidate, history.done[0][0] if history.done else None)
         history.add(candidate, outcome)
-        journal.add(candidate, outcome)
-        _print_outcome(bar, f"trial {number + 1}", candidate, outcome)
+        _print_outcome(bar, f"trial {len(history.tried)}", candidate, outcome)
         bar.show(history.timed_count)
 
 
-def _repeat_finalists(history: TrialHistory, journal: Journal, attempt: TrialFunction, bar: ProgressBar) -> None:
+def _repeat_finalists(history: TrialHistory, attempt: TrialFunction, bar: ProgressBar) -> None:
     """Repeat the fastest trials, if close, REPEATS times, alternately so that other load affects all of them."""
     finalists, done = history.finalists(), 0
     for round_number in range(1, REPEATS + 1) if len(finalists) > 1 else ():
@@ -111,7 +102,6 @@ def _repeat_finalists(history: TrialHistory, journal: Journal, attempt: TrialFun
             if repeated.status == DONE and repeated.seconds and before.seconds:
                 outcome = replace(before, seconds=min(before.seconds, repeated.seconds), times=before.times + 1)
             history.add(candidate, outcome)
-            journal.add(candidate, outcome)
             done += 1
             _print_outcome(bar, "repeat", candidate, repeated)
 
@@ -136,11 +126,10 @@ def format_outcome(outcome: TrialOutcome) -> str:
 
 def rank_candidates(history: TrialHistory, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Sort candidates, fastest first."""
-    done = [(out.seconds or 0.0, each) for each, out in history.tried.values() if out.status == DONE]
     left = [each for each in candidates if each.key not in history.tried and history.can_fit(each)]
     rest = [(round(seconds, 6), each) for seconds, each in zip(history.predict_seconds(left), left, strict=True)]
     rest.sort(key=lambda pair: (pair[0], pair[1].sort_key[1:]))
-    return [each for _, each in [*sorted(done, key=lambda pair: pair[0]), *rest]]
+    return [each for _, each in [*history.done, *rest]]
 
 
 # Corrections of the memory and time forecasts by trials.
@@ -156,24 +145,25 @@ class TrialHistory:
     """Trials, and the corrections of forecasts that follow from them."""
 
     target: Target
+    journal: Journal | None = None
     tried: dict[str, tuple[Candidate, TrialOutcome]] = field(default_factory=dict)
     """Trials by ``Candidate.key``."""
 
     def add(self, candidate: Candidate, outcome: TrialOutcome) -> None:
-        """Add a trial."""
+        """Add a trial, also to the journal."""
         self.tried[candidate.key] = (candidate, outcome)
+        if self.journal is not None:
+            self.journal.add(candidate, outcome)
 
     @property
-    def best(self) -> tuple[Candidate, TrialOutcome] | None:
-        """Fastest successful trial."""
-        done = [(each, out) for each, out in self.tried.values() if out.status == DONE and out.seconds]
-        return min(done, key=lambda trial: trial[1].seconds or 0.0, default=None)
+    def done(self) -> list[tuple[float, Candidate]]:
+        """(seconds of a step, candidate) of the successful trials, fastest first."""
+        done = [(out.seconds, each) for each, out in self.tried.values() if out.status == DONE and out.seconds]
+        return sorted(done, key=lambda trial: trial[0])
 
     def finalists(self) -> list[Candidate]:
         """Return the fastest candidate, and others within the noise of a single trial."""
-        done = [(out.seconds, each) for each, out in self.tried.values() if out.status == DONE and out.seconds]
-        done.sort(key=lambda trial: trial[0])
-        return [each for seconds, each in done[:FINALISTS] if seconds <= NOISE * done[0][0]]
+        return [each for seconds, each in self.done[:FINALISTS] if seconds <= NOISE * self.done[0][0]]
 
     @property
     def timed_count(self) -> int:

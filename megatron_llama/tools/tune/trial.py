@@ -299,10 +299,10 @@ class Journal:
             rule = f"contains another search, which differs in {different}"
             raise ConfigError([Problem("tune.dir", str(folder), rule, advice)])
 
-    def recorded(self, candidates: Sequence[Candidate]) -> list[tuple[Candidate, TrialOutcome]]:
-        """Return the recorded trials in their order."""
+    def recorded(self, candidates: Sequence[Candidate]) -> dict[str, tuple[Candidate, TrialOutcome]]:
+        """Return the recorded trials by ``Candidate.key``, in their order."""
         by_key = {each.key: each for each in candidates}
-        return [(by_key[key], outcome) for key, outcome in self._trials.items() if key in by_key]
+        return {key: (by_key[key], outcome) for key, outcome in self._trials.items() if key in by_key}
 
     def add(self, candidate: Candidate, outcome: TrialOutcome) -> None:
         """Add a trial and write the file; raise OSError if that fails."""
