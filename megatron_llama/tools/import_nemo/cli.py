@@ -27,7 +27,7 @@ from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import name_commands, option_name
 from megatron_llama.system.wrapping import WIDTH, escape_controls, wrap, wrap_command, wrap_lines
-from megatron_llama.tools.import_nemo.engine import MOST_UNKNOWN, UNKNOWN, ConvertedConfig, KeyConversion, Kind
+from megatron_llama.tools.import_nemo.engine import MOST_UNKNOWN, UNKNOWN, Conversion, KeyConversion, Kind
 from megatron_llama.topology import Grid
 
 STATUS = (
@@ -90,7 +90,7 @@ def _is_flag(word: str) -> bool:
     return word.startswith("--") and not any(name.startswith(word.partition("=")[0]) for name in OPTIONS)
 
 
-def convert_source(source: Path, overrides: Sequence[str], flags: Sequence[str]) -> ConvertedConfig:
+def convert_source(source: Path, overrides: Sequence[str], flags: Sequence[str]) -> Conversion:
     """Convert a file by its suffix. Raises ConfigError with all reasons why it cannot be converted."""
     if source.suffix in (".yaml", ".yml"):
         from megatron_llama.tools.import_nemo.nemo import convert
@@ -118,7 +118,7 @@ LABELS = ("model.name", "data.name")
 KEY_WIDTH = 38
 
 
-def as_yaml(converted: ConvertedConfig, source: str) -> str:
+def as_yaml(converted: Conversion, source: str) -> str:
     """Format a config for conf/experiment/ or ``experiment=PATH``."""
     head = [
         "# @package _global_",  # must come first, or Hydra puts the sections below "experiment"
@@ -152,7 +152,7 @@ def write(out: Path, text: str) -> None:
     raise ConfigError([Problem("-o", str(out), rule, "write another path")])
 
 
-def command_line(converted: ConvertedConfig, conf_dir: Path) -> list[str]:
+def command_line(converted: Conversion, conf_dir: Path) -> list[str]:
     """Return the words of the equivalent train.py command: the nearest model preset and the differences from it."""
 
     def distance(preset: Path) -> int:
@@ -171,7 +171,7 @@ def command_line(converted: ConvertedConfig, conf_dir: Path) -> list[str]:
     return [*name_commands("python train.py").split(), *base, *needed]
 
 
-def format_next(converted: ConvertedConfig, out: Path, conf_dir: Path, needs_data: bool) -> str:
+def format_next(converted: Conversion, out: Path, conf_dir: Path, needs_data: bool) -> str:
     """Return the lines with the written file and the commands that train with it, completed if it names no dataset."""
     name = out.stem if out.resolve().parent == conf_dir / EXPERIMENT else str(out)
     short = [*name_commands("python train.py").split(), f"{EXPERIMENT}={_written(name)}"]
@@ -217,7 +217,7 @@ def check(path: Path, conf_dir: Path, world_size: int | None) -> list[Problem]:
     return []
 
 
-def format_listing(converted: ConvertedConfig, source: str) -> str:
+def format_listing(converted: Conversion, source: str) -> str:
     """List the keys of the source by kind of conversion."""
     lines = [f"{source}: {len(converted.conversions)} keys"]
     for kind in Kind:

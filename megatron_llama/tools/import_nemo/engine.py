@@ -8,11 +8,11 @@ on each other are converted by the methods of a ``Conversion``. A key in no part
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 
@@ -45,28 +45,6 @@ class KeyConversion:
     setting: str = ""
     """Resulting setting, in command-line syntax."""
     why: str = ""
-
-
-@dataclass
-class ConvertedConfig:
-    """Result of the conversion of a file."""
-
-    name: str
-    """Name of the run in the file."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """{setting: value} of this project."""
-    schedule: str = "cosine"
-    """File of conf/optim/ with the schedule."""
-    conversions: list[KeyConversion] = field(default_factory=list)
-    assumed: list[str] = field(default_factory=list)
-    """Assumed values that the file does not define."""
-    world_size: int | None = None
-    """Number of devices in the file, or None."""
-
-    @property
-    def unsupported(self) -> list[KeyConversion]:
-        """Keys that are not supported and change the result."""
-        return [item for item in self.conversions if item.kind == Kind.UNSUPPORTED]
 
 
 @dataclass(frozen=True)
@@ -143,16 +121,25 @@ class Conversion:
     """Short form of ``reference``."""
 
     def __init__(self, values: Mapping[str, Any], name: str) -> None:
-        self.source, self.result = values, ConvertedConfig(name)
-        self.settings, self.assumed = self.result.settings, self.result.assumed
+        self.source, self.name = values, name
+        self.settings: dict[str, Any] = {"model.name": name}
+        """{setting: value} of this project."""
+        self.schedule = "cosine"
+        """File of conf/optim/ with the schedule."""
+        self.assumed: list[str] = []
+        """Assumed values that the file does not define."""
+        self.world_size: int | None = None
+        """Number of devices in the file, or None."""
+        self.conversions: list[KeyConversion] = []
+        """All keys, after ``run``."""
         # Values that refer to another file, as in configs of the NeMo launcher, count as missing.
         self.values = {key: None if find_open_reference(value) else value for key, value in values.items()}
-        self.conversions: dict[str, KeyConversion] = {}
+        self.by_key: dict[str, KeyConversion] = {}
         self.problems: list[Problem] = []
         self.latest = ""
         """The key that was read last."""
 
-    def run(self) -> ConvertedConfig:
+    def run(self) -> Self:
         """Convert all subjects, then the keys that no subject has read. Raises ConfigError with all problems."""
         try:
             self.subjects()
@@ -165,8 +152,13 @@ class Conversion:
         for name, value in asdict(ModelConfig()).items():
             self.settings.setdefault(f"model.{name}", value)
         listed = [self._convert_key(key, value) for key, value in self.source.items()]
-        self.result.conversions = listed + [self.conversions[key] for key in self.conversions if key not in self.source]
-        return self.result
+        self.conversions = listed + [self.by_key[key] for key in self.by_key if key not in self.source]
+        return self
+
+    @property
+    def unsupported(self) -> list[KeyConversion]:
+        """Keys that are not supported and change the result."""
+        return [item for item in self.conversions if item.kind == Kind.UNSUPPORTED]
 
     def subjects(self) -> None:
         """Convert all subjects."""
@@ -174,7 +166,7 @@ class Conversion:
 
     def _convert_key(self, key: str, value: Any) -> KeyConversion:
         """Return the conversion of a key. A relevant value in another file is reported as missing."""
-        conversion = self.conversions.get(key) or self.tables.convert_unread(key, value)
+        conversion = self.by_key.get(key) or self.tables.convert_unread(key, value)
         relevant = key in self.tables.settings or key in self.tables.values or key in self.relevant
         if self.values[key] is None and value is not None and (relevant or conversion.kind != Kind.MEANINGLESS):
             first = find_open_reference(value)
@@ -204,20 +196,20 @@ class Conversion:
         """Record the conversion of keys of the file, with spaces between them; the first record of a key counts."""
         for key in keys.split():
             if key in self.values:
-                self.conversions.setdefault(key, KeyConversion(key, self.values[key], kind, setting, why))
+                self.by_key.setdefault(key, KeyConversion(key, self.values[key], kind, setting, why))
 
     def record_defaults(self, value: Any, *keys: str) -> None:
         """Record keys that the source omits, and whose default is a different model or training."""
         for key in keys:
             if self.get(key) is None:
                 why = f"its default; {self.tables.values[key][1]}"
-                self.conversions.setdefault(key, KeyConversion(key, value, Kind.UNSUPPORTED, why=why))
+                self.by_key.setdefault(key, KeyConversion(key, value, Kind.UNSUPPORTED, why=why))
 
     def dataset(self, key: str, prefixes: Sequence[Any], *, is_missing: bool = True) -> None:
         """Convert the prefixes of a dataset; without them the run does not use the default dataset."""
         self.settings |= {"data.prefixes": prefixes, "data.prepare": None, "data.tokenizer": None}
         if prefixes:
-            self.settings["data.name"] = self.result.name
+            self.settings["data.name"] = self.name
             self.convert_key(key, "data.prefixes", prefixes)
         elif is_missing:
             self.assumed.append("no dataset is given: write data.prefixes=[PATH], or data=mock for random tokens")
@@ -237,7 +229,7 @@ class Conversion:
     def one_to_one(self) -> None:
         """Convert the keys that have one setting each, and require the settings without a default."""
         for key, setting in self.tables.settings.items():
-            if self.values.get(key) is not None and key not in self.conversions:
+            if self.values.get(key) is not None and key not in self.by_key:
                 self.convert_key(key, setting, self.values[key])
         for setting in self.required:
             if setting not in self.settings:

@@ -11,7 +11,6 @@ from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.tools.import_nemo.engine import (
     MOST_UNKNOWN,
     Conversion,
-    ConvertedConfig,
     Kind,
     embedding_rows,
     is_count,
@@ -26,7 +25,7 @@ _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 
 _DEVICES = ("--nproc-per-node", "--nnodes")
 
 
-def convert_script(path: Path, flags: Sequence[str], given: Mapping[str, str]) -> ConvertedConfig:
+def convert_script(path: Path, flags: Sequence[str], given: Mapping[str, str]) -> Conversion:
     """Convert a bash script, a text file of flags, or flags alone (``path`` ends in .py, or does not exist).
 
     Args:
@@ -49,7 +48,7 @@ def convert_script(path: Path, flags: Sequence[str], given: Mapping[str, str]) -
     launcher = _flags(words[:start], [])
     processes, nodes = map(launcher.get, _DEVICES)
     if isinstance(processes, int) and isinstance(nodes, int):
-        conversion.result.world_size = processes * nodes
+        conversion.world_size = processes * nodes
     return conversion.run()
 
 
@@ -98,7 +97,7 @@ class MegatronConversion(Conversion):
         self.shape()
         self.positions()
         self.length()
-        self.schedule()
+        self.lr_schedule()
         self.data()
         self.layout()
         self.precision()
@@ -108,7 +107,6 @@ class MegatronConversion(Conversion):
     def shape(self) -> None:
         """Convert the shape. Megatron's defaults are GPT-2's: each one that is no Llama's is reported."""
         get, settings = self.get, self.settings
-        settings["model.name"] = self.result.name
         for key in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--lr"):
             if get(key) is None:
                 self.require(key)
@@ -175,12 +173,12 @@ class MegatronConversion(Conversion):
         samples, batch = self.get(key), self.get("--global-batch-size")
         return samples // batch if is_count(samples) and is_count(batch) and batch > 0 else None
 
-    def schedule(self) -> None:
+    def lr_schedule(self) -> None:
         """Convert optimizer and schedule; the defaults are Megatron-LM's."""
         style = self.get("--lr-decay-style", "linear")
-        self.result.schedule = _SCHEDULES.get(style, "cosine")
+        self.schedule = _SCHEDULES.get(style, "cosine")
         if style in _SCHEDULES:
-            self.record("--lr-decay-style", Kind.RENAMED, f"optim={self.result.schedule}")
+            self.record("--lr-decay-style", Kind.RENAMED, f"optim={self.schedule}")
         else:
             rule = "cosine, linear, constant and WSD are supported; cosine is written"
             self.record("--lr-decay-style", Kind.UNSUPPORTED, why=rule)

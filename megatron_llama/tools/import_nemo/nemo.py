@@ -24,7 +24,6 @@ from megatron_llama.config.text_checks import check_interpolations, names_secret
 from megatron_llama.system.files import check_yaml
 from megatron_llama.tools.import_nemo.engine import (
     Conversion,
-    ConvertedConfig,
     Kind,
     embedding_rows,
     is_count,
@@ -64,7 +63,7 @@ HALF = "XLA_USE_BF16"
 """Variable that distinguishes bf16SR from fp32 in train_setup.sh; set if that script runs this one."""
 
 
-def convert(path: Path, overrides: Sequence[str] = ()) -> ConvertedConfig:
+def convert(path: Path, overrides: Sequence[str] = ()) -> Conversion:
     """Convert the file at ``path`` with ``overrides`` of the original command line (model.num_layers=32).
 
     Raises ConfigError with all reasons why the file cannot be converted.
@@ -95,7 +94,7 @@ class NemoConversion(Conversion):
         self.length()
         self.validation()
         self.optimizer()
-        self.schedule()
+        self.lr_schedule()
         self.recompute()
         self.precision()
         self.checkpoints()
@@ -125,7 +124,6 @@ class NemoConversion(Conversion):
 
     def shape(self) -> None:
         """Convert the shape of the model; with NxDT's ``model_source: hf`` most of it is in a config.json."""
-        self.settings["model.name"] = self.result.name
         if self.get("model.model_config") is not None and self.values.get("model_source") != "megatron":
             self._hugging_face(str(self.values["model.model_config"]))
         sizes = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
@@ -290,15 +288,15 @@ class NemoConversion(Conversion):
             if self.get(key) is not None:
                 self.convert_key(key, "trainer.zero", int(self.is_on(key)))
 
-    def schedule(self) -> None:
+    def lr_schedule(self) -> None:
         at = "model.optim.sched."
         name = str(self.get(f"{at}name", "")).lower()
-        self.result.schedule = SCHEDULES.get(name, "constant" if not name else "cosine")
+        self.schedule = SCHEDULES.get(name, "constant" if not name else "cosine")
         if name and name not in SCHEDULES:
             why = "cosine, linear, constant and wsd are supported; cosine is written"
             self.record(f"{at}name", Kind.UNSUPPORTED, why=why)
         elif name:
-            self.record(f"{at}name", Kind.RENAMED, f"optim={self.result.schedule}")
+            self.record(f"{at}name", Kind.RENAMED, f"optim={self.schedule}")
         steps = self.get("trainer.max_steps", 0)
         ratio = self.get(f"{at}warmup_ratio")
         if ratio is not None and self.get(f"{at}warmup_steps") is None:
@@ -449,7 +447,7 @@ class NemoConversion(Conversion):
         elif isinstance(devices, list):
             devices = len(devices)
         if is_count(devices) and is_count(nodes) and devices > 0:  # -1 and auto: all devices of the machine
-            self.result.world_size = devices * nodes
+            self.world_size = devices * nodes
 
 
 # The file with command-line overrides, as flat keys.

@@ -13,7 +13,7 @@ import yaml
 from megatron_llama.config.problems import ConfigError, Problem, format_value
 from megatron_llama.system.files import read_whole
 from megatron_llama.system.programs import CONF_DIR
-from megatron_llama.tools.import_nemo.engine import Conversion, ConvertedConfig, Kind, is_count, load_tables
+from megatron_llama.tools.import_nemo.engine import Conversion, Kind, is_count, load_tables
 
 MOST_BYTES, MOST_DOTS = 100_000, 500
 """Size of a file, and dots in one of its lines: the parser needs quadratic memory for a key with many dots."""
@@ -25,7 +25,7 @@ _SCALING = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddi
 _SCHEDULES = {"linear": "linear", "cosine": "cosine"}
 
 
-def convert_toml(path: Path, given: Mapping[str, str]) -> ConvertedConfig:
+def convert_toml(path: Path, given: Mapping[str, str]) -> Conversion:
     """Convert the TOML at ``path`` with overrides, such as training.steps=100.
 
     Raises ConfigError with all reasons why the file cannot be converted.
@@ -60,7 +60,6 @@ class TorchtitanConversion(Conversion):
 
     def subjects(self) -> None:
         """Convert all subjects. torchtitan's defaults are written first."""
-        self.settings["model.name"] = self.result.name
         self.assumed += self.tables.notes
         self.dataset("", [])
         self.settings |= self.tables.defaults
@@ -126,7 +125,7 @@ class TorchtitanConversion(Conversion):
             self.convert_key(key, "trainer.shard_group", self.shards * cp, "ranks that share states")
         if self.shards > 0:
             tp = self._degree("tensor_parallel_degree", 1)
-            self.result.world_size = self.shards * self.replicas * self.pp * cp * tp
+            self.world_size = self.shards * self.replicas * self.pp * cp * tp
         for section in ("parallelism", "experimental"):
             schedule = self.get(key := f"{section}.pipeline_parallel_schedule")
             if schedule is not None and self.pp > 1 and str(schedule).lower() == "interleaved1f1b":
@@ -167,7 +166,7 @@ class TorchtitanConversion(Conversion):
         self.convert_key("training.max_norm", "optim.clip", self.get("training.max_norm", 1.0) or None)
         ratio, kind = self.get("lr_scheduler.decay_ratio"), self.get("lr_scheduler.decay_type", "linear")
         steps = self.get("lr_scheduler.total_steps", self.get("training.steps", 10000))
-        self.result.schedule = _SCHEDULES.get(kind, "linear")
+        self.schedule = _SCHEDULES.get(kind, "linear")
         if kind not in _SCHEDULES or (ratio is not None and kind != "linear"):
             why = "decays are linear, or a cosine from the warm-up to the end"
             self.record("lr_scheduler.decay_type", Kind.UNSUPPORTED, why=why)
@@ -177,10 +176,10 @@ class TorchtitanConversion(Conversion):
             warmup, keys = steps, "lr_scheduler.warmup_steps training.warmup_steps"
             self.convert_key(keys, "optim.warmup_steps", steps, "at most the steps of the run")
         if isinstance(ratio, float | int) and is_count(steps):
-            self.result.schedule = "wsd"
+            self.schedule = "wsd"
             decay = min(round(steps * ratio), steps - warmup if is_count(warmup) else steps)
             self.convert_key("lr_scheduler.decay_ratio", "optim.constant_steps", decay, "steps of the decay")
-        self.record("lr_scheduler.decay_type", Kind.RENAMED, f"optim={self.result.schedule}")
+        self.record("lr_scheduler.decay_type", Kind.RENAMED, f"optim={self.schedule}")
         key = "lr_scheduler.min_lr_factor" if "lr_scheduler.min_lr_factor" in self.values else "lr_scheduler.lr_min"
         factor, rate = self.get(key, 0.0), self.get("optimizer.lr", 8e-4)
         known = all(isinstance(value, float | int) for value in (factor, rate))
@@ -206,7 +205,7 @@ class TorchtitanConversion(Conversion):
             self.record("model.converters", Kind.UNSUPPORTED, why=why)
         others = [str(name) for name in converters if name and "float8" not in str(name)]
         if others:
-            self.conversions.pop("model.converters", None)
+            self.by_key.pop("model.converters", None)
             self.record("model.converters", Kind.UNSUPPORTED, why=f"{', '.join(others)}: only float8 is supported")
         self.record("model.converters", Kind.MEANINGLESS, why="off")
 

@@ -20,7 +20,7 @@ from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import format_value
 from megatron_llama.plan import resolve
 from megatron_llama.tools.import_nemo.cli import as_yaml, check, command_line, convert_source, format_listing, main
-from megatron_llama.tools.import_nemo.engine import ConvertedConfig
+from megatron_llama.tools.import_nemo.engine import Conversion
 from megatron_llama.tools.import_nemo.nemo import PRESETS, convert
 from megatron_llama.tools.import_nemo.read_script import ScriptError, read_script
 from tests.data.files import train_tokenizer
@@ -37,11 +37,11 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XLA_USE_BF16", raising=False)
 
 
-def convert_with(source: Path, overrides: str = "") -> ConvertedConfig:
+def convert_with(source: Path, overrides: str = "") -> Conversion:
     return convert(source, overrides.split())
 
 
-def load_converted(result: ConvertedConfig, *overrides: str) -> Config:
+def load_converted(result: Conversion, *overrides: str) -> Config:
     """Load the written config as train.py does."""
     Path("ours.yaml").write_text(as_yaml(result, "theirs.yaml"))
     return load_config(["experiment=ours.yaml", *overrides], CONF)
@@ -185,7 +185,7 @@ def test_command_line_equals_the_file(source: Path) -> None:
     assert by_line == by_file
 
 
-def differences(base: ConvertedConfig, result: ConvertedConfig) -> Iterator[str]:
+def differences(base: Conversion, result: Conversion) -> Iterator[str]:
     """Yield the lines of settings, keys and assumptions that differ from the file without overrides."""
     for name in {**base.settings, **result.settings}:
         old, new = (format_value(each.settings.get(name, "missing")) for each in (base, result))
