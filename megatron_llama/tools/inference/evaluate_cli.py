@@ -114,20 +114,23 @@ def _task(is_known: bool, arguments: argparse.Namespace, opened: OpenedModel, pr
     ``is_known`` is false if tasks of --lm-eval are unknown.
     """
     from megatron_llama.tools.inference.evaluation import dataset_task, records_task
-    from megatron_llama.tools.inference.harness_tasks import harness_task
 
     context = longest_sequence(opened.saved.model)
     length = arguments.seq_length or min(opened.saved.seq_length, context)
     if length > context:
         problems.add("--seq-length", length, f"the model has {context} positions", f"write --seq-length {context}")
-    if not is_known:
-        return None
+    made: tuple[frozenset[int], Measure] | None = None
     if arguments.dataset is not None:
-        stop, measure = frozenset[int](), dataset_task(arguments, opened, problems, length)
-    elif (made := (harness_task if arguments.lm_eval else records_task)(arguments, opened, problems)) is not None:
-        stop, measure = made
-    else:
+        made = frozenset[int](), dataset_task(arguments, opened, problems, length)
+    elif arguments.lm_eval is None:
+        made = records_task(arguments, opened, problems)
+    elif is_known:
+        from megatron_llama.tools.inference.harness import harness_task
+
+        made = harness_task(arguments, opened, problems)
+    if made is None:
         return None
+    stop, measure = made
     return Task(stop, partial(_run, measure, arguments.output))
 
 

@@ -24,8 +24,7 @@ from megatron_llama.parallel.context import Division, divided_parts
 from megatron_llama.parallel.parallelize import mcore_config
 from megatron_llama.parallel.shards import shards_of
 from megatron_llama.plan import Plan
-from megatron_llama.tools.inference.divided_cache import DividedCache
-from megatron_llama.tools.inference.kv_cache import KVCache
+from megatron_llama.tools.inference.kv_cache import DividedCache, KVCache
 from megatron_llama.tools.inference.sampling import Sampling
 from megatron_llama.tools.inference.saved_model import SavedModel
 from megatron_llama.train.sample_text import draw

@@ -9,6 +9,7 @@ Imports lm_eval, which is the extra ``eval``: import this module in functions.
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,14 +23,17 @@ from lm_eval.models.utils import Collator, has_bos_prefix, postprocess_generated
 from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window
 
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.rope import longest_sequence
 from megatron_llama.parallel.groups import broadcast_from_rank_0
 from megatron_llama.system.progress import ProgressBar
 from megatron_llama.text.tokenizer import SETTINGS, Tokenizer, read_settings
-from megatron_llama.tools.inference.chat import PromptBuilder
+from megatron_llama.tools.inference.arguments import Measure, OpenedModel, Problems, Progress
+from megatron_llama.tools.inference.chat import PromptBuilder, open_prompt_builder, trained_stop_ids
 from megatron_llama.tools.inference.evaluation import continuation_scores
 from megatron_llama.tools.inference.generator import Answer, Generator
-from megatron_llama.tools.inference.harness_tasks import ARGUMENT, Generation
+from megatron_llama.tools.inference.harness_tasks import ARGUMENT, Generation, load_tasks, task_problems
 from megatron_llama.tools.inference.sampling import StopTexts
+from megatron_llama.tools.inference.saved_model import stop_ids
 
 Score = tuple[float, bool]
 """(log likelihood in nats, whether greedy decoding would generate the text)"""
@@ -43,6 +47,40 @@ class Prompt:
     continuations: list[list[int]]
     requests: list[int]
     """Index of the request of each continuation."""
+
+
+def harness_task(
+    arguments: Namespace, opened: OpenedModel, problems: Problems
+) -> tuple[frozenset[int], Measure] | None:
+    """Return the ids that end an answer, and the measurement of --lm-eval.
+
+    On errors returns None and adds to ``problems``.
+    """
+    tasks = problems.collect(load_tasks, arguments.lm_eval, arguments.include_path)
+    if tasks is None or opened.tokenizer is None:
+        return None
+    problems.items += task_problems(tasks, longest_sequence(opened.saved.model))
+    saved, tokenizer, name = opened.saved, opened.tokenizer, arguments.chat_template
+    chat = None
+    if arguments.chat or name not in (None, "none"):
+        chat = problems.collect(open_prompt_builder, tokenizer, name, saved.trained_template, "own")
+    end = trained_stop_ids(tokenizer, saved.trained_template) if chat is None else chat.stop
+    return stop_ids(saved, tokenizer) | end, partial(measure_harness, arguments, chat)
+
+
+def measure_harness(
+    arguments: Namespace, chat: PromptBuilder | None, generator: Generator, opened: OpenedModel, _: Progress
+) -> dict[str, Any]:
+    """Return the scores of tasks. ``chat``: chat template; None: plain prompts."""
+
+    def evaluate(model: HarnessModel) -> dict[str, Any]:
+        tasks = load_tasks(arguments.lm_eval, arguments.include_path)
+        return evaluate_tasks(model, tasks, arguments.limit, arguments.num_fewshot)
+
+    assert opened.tokenizer is not None
+    results = run_harness(generator, opened.tokenizer, arguments.batch_size, evaluate, chat)
+    template = None if chat is None else chat.template
+    return {"lm_eval": arguments.lm_eval, "limit": arguments.limit, "chat_template": template, **(results or {})}
 
 
 class HarnessModel(TemplateLM):

@@ -9,21 +9,16 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.config.rope import longest_sequence
 from megatron_llama.system.installed import pip_install
-from megatron_llama.tools.inference.arguments import Measure, OpenedModel, Problems, Progress
 
 if TYPE_CHECKING:
-    from megatron_llama.tools.inference.chat import PromptBuilder
-    from megatron_llama.tools.inference.generator import Generator
     from megatron_llama.tools.inference.sampling import Sampling
 
 ARGUMENT = "--lm-eval"
@@ -107,44 +102,6 @@ def load_tasks(requested: str, include_path: Path | None) -> list[Any]:
     if problems:
         raise ConfigError(problems)
     return loaded
-
-
-def harness_task(
-    arguments: Namespace, opened: OpenedModel, problems: Problems
-) -> tuple[frozenset[int], Measure] | None:
-    """Return the ids that end an answer, and the measurement of --lm-eval.
-
-    On errors returns None and adds to ``problems``.
-    """
-    from megatron_llama.tools.inference.chat import open_prompt_builder, trained_stop_ids
-    from megatron_llama.tools.inference.saved_model import stop_ids
-
-    tasks = problems.collect(load_tasks, arguments.lm_eval, arguments.include_path)
-    if tasks is None or opened.tokenizer is None:
-        return None
-    problems.items += task_problems(tasks, longest_sequence(opened.saved.model))
-    saved, tokenizer, name = opened.saved, opened.tokenizer, arguments.chat_template
-    chat = None
-    if arguments.chat or name not in (None, "none"):
-        chat = problems.collect(open_prompt_builder, tokenizer, name, saved.trained_template, "own")
-    end = trained_stop_ids(tokenizer, saved.trained_template) if chat is None else chat.stop
-    return stop_ids(saved, tokenizer) | end, partial(measure_harness, arguments, chat)
-
-
-def measure_harness(
-    arguments: Namespace, chat: PromptBuilder | None, generator: Generator, opened: OpenedModel, _: Progress
-) -> dict[str, Any]:
-    """Return the scores of tasks. ``chat``: chat template; None: plain prompts."""
-    from megatron_llama.tools.inference.harness import HarnessModel, evaluate_tasks, run_harness
-
-    def evaluate(model: HarnessModel) -> dict[str, Any]:
-        tasks = load_tasks(arguments.lm_eval, arguments.include_path)
-        return evaluate_tasks(model, tasks, arguments.limit, arguments.num_fewshot)
-
-    assert opened.tokenizer is not None
-    results = run_harness(generator, opened.tokenizer, arguments.batch_size, evaluate, chat)
-    template = None if chat is None else chat.template
-    return {"lm_eval": arguments.lm_eval, "limit": arguments.limit, "chat_template": template, **(results or {})}
 
 
 def _invalid(field: str, value: str, error: Exception, instead: str, subject: str = "") -> Problem:

@@ -15,7 +15,7 @@ import pytest
 from megatron_llama.devices import get_device
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json
-from megatron_llama.tools.prove_gpu import cli, page
+from megatron_llama.tools.prove_gpu import cli
 from megatron_llama.tools.prove_gpu.checks import Outcome, Part, PartResult, Result, Row, Status, run_parts
 from megatron_llama.tools.prove_gpu.environment import settings_of_environment
 from megatron_llama.tools.prove_gpu.session import CheckFailed, Clock, NotRun, Process, Redactor, Session
@@ -76,7 +76,7 @@ def test_failures_do_not_stop_the_rest() -> None:
     assert [result.status for result in results[0].results] == ["FAILED", "not run", "FAILED", "passed"]
     assert "wrong number" in results[0].detail and "ZeroDivisionError: division" in results[0].detail
     assert "test_checks.py" in results[0].results[2].values["traceback"]
-    assert page.last_line(results) == "1 of 3 parts passed. Failed: first. Not run: absent. Run in part: first."
+    assert cli.last_line(results) == "1 of 3 parts passed. Failed: first. Not run: absent. Run in part: first."
 
 
 def test_checks_that_do_not_fit_are_not_run() -> None:
@@ -108,18 +108,18 @@ def test_a_stopped_command_continues(tmp_path: Path) -> None:
     folder = tmp_path / "results"
 
     def save(results: Sequence[PartResult]) -> None:
-        page.write_files(folder, FACTS | {"small": True}, results, "command", str)
-        page.pack(folder, archive)
+        cli.write_files(folder, FACTS | {"small": True}, results, "command", str)
+        cli.pack(folder, archive)
 
     with pytest.raises(SystemExit):
         list(run_parts(parts, time.session(), save=save))
     with tarfile.open(archive) as file:
         file.extractall(tmp_path / "sent", filter="data")
     for each in (folder, tmp_path / "sent/results"):
-        earlier = page.read_results(each, small=True)
+        earlier = cli.read_results(each, small=True)
         assert [*earlier] == [("a", "1 s"), ("a", "2 s"), ("b", "3 s")]
     with pytest.raises(UserError, match="small shapes"):
-        page.read_results(folder, small=False)
+        cli.read_results(folder, small=False)
     parts[1] = part("b", time.takes(3), ("x", lambda _: Outcome("well")))
     before = time.seconds
     results = [*run_parts(parts, time.session(), earlier=earlier)]
@@ -181,9 +181,9 @@ def test_table_and_page_show_all_results(tmp_path: Path) -> None:
     parts = [part("attention", time.takes(61, CheckFailed(long))), part("smoke", time.takes(1))]
     parts.append(part("parity", time.takes(1)))
     results = list(run_parts(parts, time.session()))
-    table = [line for result in [None, *results] for line in page.table_lines(result)]
+    table = [line for result in [None, *results] for line in cli.table_lines(result)]
     assert max(map(len, table)) <= 79
-    path = page.write_files(tmp_path, FACTS, results, "python scripts/prove_gpu.py", lambda text: text)
+    path = cli.write_files(tmp_path, FACTS, results, "python scripts/prove_gpu.py", lambda text: text)
     assert path.name.startswith("gpu-20") and path.suffix == ".md"
     text = "\n".join([*table, "", path.read_text(encoding="utf-8")])
     GoldenFiles.check("tools/prove_gpu/page.txt", text, {r"\d{4}-\d\d-\d\d": "TODAY"})

@@ -15,7 +15,7 @@ import pytest
 from megatron_llama.config import load_config
 from megatron_llama.devices import get_device
 from megatron_llama.plan import resolve
-from megatron_llama.tools.prove_gpu import attention, benchmark, cli, training
+from megatron_llama.tools.prove_gpu import attention, cli, training
 from megatron_llama.tools.prove_gpu.checks import TABLE, Row, read_rows, run_parts
 from megatron_llama.tools.prove_gpu.session import CheckFailed, Clock, NotRun, Process, Session, TrainingRun
 from tests.golden import GoldenFiles
@@ -45,7 +45,7 @@ def memory(*numbers: int) -> str:
 
 
 def differ(compiled: TrainingRun, eager: list[float]) -> str:
-    return verdict(lambda: benchmark.compare_runs("compiled", compiled, "eager", run_of(eager), 1e-2))
+    return verdict(lambda: training.compare_runs("compiled", compiled, "eager", run_of(eager), 1e-2))
 
 
 def attend(*cases: dict[str, Any]) -> str:
@@ -56,8 +56,8 @@ def benchmarked(peak: float) -> str:
     turn = {"step_seconds": [0.4, 0.5, 0.6], "peak_flops": peak}
     result = {"task": {"batch_size": 2, "seq_length": 50}, "turns": [turn], "live_bytes": 7 << 30}
     cells = [{"flops_per_token": 2000.0, "results": [result | {"name": name} for name in ("ours", "transformers")]}]
-    left_out = {"torchtitan": benchmark.NOT_INSTALLED}
-    return verdict(lambda: benchmark.judge({"cells": cells, "left_out": left_out}))
+    left_out = {"torchtitan": training.NOT_INSTALLED}
+    return verdict(lambda: training.judge_benchmark({"cells": cells, "left_out": left_out}))
 
 
 def test_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,10 +74,11 @@ def test_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return of_run(lambda one: training.smoke(one, Row("smoke")), losses)
 
     def compiles(output: str, **facts: Any) -> str:
-        return of_run(lambda one: benchmark.compilation(one, Row("compile")), [1.0] * 10, output, **facts)
+        return of_run(lambda one: training.compilation(one, Row("compile")), [1.0] * 10, output, **facts)
 
     one, other = session(tmp_path), {"flops_per_token": 1.0, "results": []}
-    one.start = lambda *_: Process(1, f"excluded: torchtitan: {benchmark.NOT_INSTALLED}\n")
+    excluded = {"cells": [other], "left_out": {"x": "does different work"}}
+    one.start = lambda *_: Process(1, f"excluded: torchtitan: {training.NOT_INSTALLED}\n")
     well = {"name": "causal", "kernel": "flash", "error": 1e-3, "tolerance": 2e-2}
     absent = well | {"error": None, "kernel": "cudnn"}
     page = {
@@ -96,7 +97,7 @@ def test_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "no line about graphs": compiles(""),
         "no compiler": compiles("", compiler_missing="no gcc"),
         **{
-            f"equal losses, {row.name}": of_run(partial(benchmark.float8, row=row), [1.0] * 10)
+            f"equal losses, {row.name}": of_run(partial(training.float8, row=row), [1.0] * 10)
             for row in read_rows("float8")
         },
         "attention": attend(well, absent),
@@ -105,8 +106,8 @@ def test_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "no attention": attend(absent),
         "benchmark": benchmarked(1e6),
         "benchmark, peak unknown": benchmarked(0.0),
-        "other work": verdict(lambda: benchmark.judge({"cells": [other], "left_out": {"x": "does different work"}})),
-        "not installed": verdict(lambda: benchmark._measure(one, Row("x", (), 1, "7B"))),
+        "other work": verdict(lambda: training.judge_benchmark(excluded)),
+        "not installed": verdict(lambda: training._run_benchmark(one, Row("x", (), 1, "7B"))),
     }
     GoldenFiles.check("tools/prove_gpu/verdicts.txt", "".join(f"{name}\n    {text}\n" for name, text in page.items()))
 
@@ -118,7 +119,7 @@ def test_the_table_of_kernels(tmp_path: Path) -> None:
     ]
     with gzip.open(trace, "wt") as file:
         json.dump({"traceEvents": [*kernels, {"cat": "cpu_op", "name": "x", "dur": 9}]}, file)
-    assert benchmark.kernel_table(trace) == [
+    assert training.kernel_table(trace) == [
         "3 kernels, 4.0 ms",
         " 75.0%     3.00 ms     1  gemm",
         " 25.0%     1.00 ms     2  add",
@@ -168,8 +169,8 @@ def test_attention_of_the_cpu_is_near_fp64(mask: str) -> None:
 
 def test_shapes_fit_the_card(tmp_path: Path) -> None:
     large, small = ([{"memory_bytes": size << 30}] for size in (80, 24))
-    assert benchmark.shape(session(tmp_path, cards=large), "7B") == (*TABLE["shapes"]["7B"],)
-    halves = [benchmark.shape(session(tmp_path, cards=small), name) for name in ("7B", "1B", "8B")]
+    assert training.layers_of(session(tmp_path, cards=large), "7B") == (*TABLE["shapes"]["7B"],)
+    halves = [training.layers_of(session(tmp_path, cards=small), name) for name in ("7B", "1B", "8B")]
     assert [(half.layers, half.batch) for half in halves] == [(2, 1), (8, 1), (2, 1)]
 
 
