@@ -29,8 +29,7 @@ from tests.checkpoint.runner import Job
 from tests.config.helpers import problems_of
 from tests.processes import wait_until
 from tests.ranks import check_threads
-from tests.tools.inference.commands import command
-from tests.tools.inference.models import make_folder
+from tests.tools.inference.models import command, make_folder
 
 pytest.importorskip("tokenizers", reason="Hugging Face tokenizers are an extra")
 TALKS = [("the cat sat", "on the mat"), ("a dog", "and a cat"), ("Hello", "answer é 😀"), ("question", "a cat")]

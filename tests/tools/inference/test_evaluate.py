@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import shutil
 import sys
 from argparse import ArgumentTypeError
@@ -16,22 +17,27 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_llama.config import ConfigError
+from megatron_llama.config import ConfigError, ModelConfig
 from megatron_llama.corpus.indexed_format import IndexedDataset
+from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import TrainedTemplate
 from megatron_llama.text.conversation import Template
-from megatron_llama.text.tokenizer import HuggingFaceTokenizer
+from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_llama.tools.inference.chat import PromptBuilder
 from megatron_llama.tools.inference.evaluate_cli import describe, template_name
 from megatron_llama.tools.inference.evaluation import (
     TEMPLATES,
     EncodedRecord,
     answer_accuracy,
+    bits_per_byte,
     encode_records,
     final_number,
     find_template,
     fitting_parts,
     label_scores,
+    open_examples,
+    open_windows,
+    predicted_bytes,
     read_records,
     share,
     windows,
@@ -39,8 +45,17 @@ from megatron_llama.tools.inference.evaluation import (
 from tests.data.files import write_indexed
 from tests.data_prep.helpers import run_script
 from tests.ranks import run_ranks
-from tests.tools.inference.commands import CPU, check_refusals, command, evaluate
-from tests.tools.inference.models import CHAT_TEMPLATE, make_folder, with_generator
+from tests.tools.inference.models import (
+    CHAT_TEMPLATE,
+    CPU,
+    check_refusals,
+    command,
+    evaluate,
+    make_folder,
+    train_sentencepiece,
+    with_generator,
+    write_tokenizer,
+)
 
 HEAD = "index\tquestion\tsentence\tlabel\n"
 
@@ -73,13 +88,6 @@ def _their_losses(rank: int, folder: Path, rows: list[np.ndarray]) -> list[tuple
     with torch.no_grad():
         tokens = [torch.from_numpy(row.astype(np.int64))[None] for row in rows]
         return [(llama(row, labels=row).loss.item(), row.shape[1] - 1) for row in tokens]
-
-
-def test_windows_predict_every_token_once() -> None:
-    for count in (2, 16, 17, 18, 33, 100):
-        spans = list(windows(count, 16))
-        assert [position for a, b in spans for position in range(a + 1, b + 1)] == list(range(1, count))
-        assert all(b - a == 16 for a, b in spans[:-1]) and 0 < spans[-1][1] - spans[-1][0] <= 16
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -386,3 +394,70 @@ def test_perplexity_of_a_fine_tuning_set_is_of_its_answers(folder: Path, tmp_pat
     masks_path.write_bytes(bytes(masks_path.stat().st_size))
     masked = command(evaluate, folder, *CPU, "--dataset", f"{prefix}_sft")
     assert masked.status == 2 and "has no label: each token is masked" in masked.err
+
+
+# Bits per byte: the likelihood of a dataset's text over the bytes of the text from which it was made.
+TEXTS = ["the cat sat on the mat", " a dog  and\n\n a cat", "é ü 😀 日本", "", "on the mat " * 30]
+MODEL = ModelConfig(vocab_size=400)
+
+
+@pytest.fixture(scope="module", params=["huggingface", "sentencepiece"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    if request.param == "huggingface":
+        write_tokenizer(folder, template=False)
+        return HuggingFaceTokenizer(folder)
+    plain = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    return SentencePieceTokenizer(train_sentencepiece(folder / "tokenizer", **plain))
+
+
+def test_bytes_of_a_dataset_are_the_documents_bytes(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Windows of 7 tokens cut documents and characters."""
+    assert tokenizer.end is not None
+    documents = [[*tokenizer.encode_text(text), tokenizer.end] for text in TEXTS]
+    prefix = write_indexed(tmp_path / "data", documents)
+    examples = open_windows(prefix, MODEL, 7, None)
+    first = len(tokenizer.decode(documents[0][:1]).encode())
+    assert predicted_bytes(tokenizer, prefix, examples) == sum(len(text.encode()) for text in TEXTS) - first
+    # The first 2 documents.
+    some = open_windows(prefix, MODEL, 7, len(documents[0]) + len(documents[1]))
+    assert predicted_bytes(tokenizer, prefix, some) == sum(len(text.encode()) for text in TEXTS[:2]) - first
+
+
+def test_bytes_of_a_fine_tuning_set_are_the_answers_bytes(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    lines = [("cat", "the mat"), ("a dog", "é 😀 on"), ("é", "Hello the cat sat")]
+    content = "".join(json.dumps({"prompt": one, "completion": other}) + "\n" for one, other in lines)
+    (tmp_path / "set.jsonl").write_text(content)
+    options = ["--tokenizer-model", tokenizer.path, "--seq-length", 128, "--chat-template", "plain"]
+    done = run_script("sft.py", "--input", tmp_path / "set.jsonl", *options, "--output-prefix", tmp_path / "set")
+    assert done.returncode == 0, done.stderr
+    prefix = f"{tmp_path / 'set'}_sft"
+    examples = open_examples(prefix, MODEL)
+    assert examples is not None
+    ids, mask = (IndexedDataset(prefix + end).document(0) for end in ("", "_mask"))
+    assert 0 < mask.sum() < len(ids) - 1, "a prompt without loss"
+    assert predicted_bytes(tokenizer, prefix, examples) == sum(len(answer.encode()) for _, answer in lines)
+
+
+def test_ids_outside_the_tokenizer_are_reported(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    prefix = write_indexed(tmp_path / "data", [[5, tokenizer.size]])
+    with pytest.raises(UserError, match=f"id {tokenizer.size}, and .* has only {tokenizer.size} ids"):
+        predicted_bytes(tokenizer, prefix, open_windows(prefix, MODEL, 7, None))
+
+
+def test_the_formula() -> None:
+    assert bits_per_byte(math.log(2), 6, 3) == 2
+    assert bits_per_byte(1.0, 6, 0) is None
+
+
+def test_the_report_has_bits_per_byte_if_the_tokenizer_is_known(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "hf")
+    tokenizer = HuggingFaceTokenizer(folder)
+    prefix = write_indexed(tmp_path / "data", [tokenizer.encode_text(text) for text in TEXTS if text])
+    arguments = (folder, *CPU, "--dataset", prefix, "--output", tmp_path / "report.json")
+    done = command(evaluate, *arguments)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert f"{report['bits_per_byte']:.4f} bits per byte" in done.out
+    assert report["bits_per_byte"] == pytest.approx(report["loss"] * report["tokens"] / math.log(2) / report["bytes"])
+    first = tokenizer.decode(IndexedDataset(prefix).tokens[:1].tolist())
+    assert report["bytes"] == sum(len(text.encode()) for text in TEXTS) - len(first)

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 import megatron_llama.tools.inference.chat  # noqa: F401  the same
 from tests.checkpoint.runner import Job
 from tests.messages import unwrap
-from tests.tools.inference.commands import CPU, check_refusals, command, generate
-from tests.tools.inference.models import make_folder
+from tests.tools.inference.models import CPU, check_refusals, command, generate, make_folder
 
 
 @pytest.fixture(scope="module")

@@ -66,20 +66,6 @@ def test_ids_that_the_tokenizer_lacks_are_never_generated(
     assert not {number for answer in ranks[0] for number in answer.ids} & {*missing}
 
 
-def test_as_without_a_cache(folder: Path, greedy: list[list[int]]) -> None:
-    def whole_sequence_each_time(made: Generator) -> list[list[int]]:
-        answers = []
-        for prompt in PROMPTS:
-            ids = list(prompt)
-            while len(ids) < len(prompt) + COUNT:
-                ids.append(int(made.llama(torch.tensor([ids]))[-1, 0].argmax()))
-            answers.append(ids[len(prompt) :])
-        return answers
-
-    with torch.no_grad():
-        assert with_generator(whole_sequence_each_time, folder)[0] == greedy
-
-
 def _theirs(rank: int, folder: Path, **more: float) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 

@@ -26,8 +26,7 @@ from megatron_llama.tools.inference.generator import Generator
 from megatron_llama.tools.inference.saved_model import open_saved_model, stop_ids, tokenizer_of
 from tests.checkpoint.runner import Job
 from tests.ranks import run_ranks
-from tests.tools.inference.commands import CPU, command, evaluate
-from tests.tools.inference.models import in_generator, make_folder, train_sentencepiece
+from tests.tools.inference.models import CPU, command, evaluate, in_generator, make_folder, train_sentencepiece
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness, the extra eval, is not installed")
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1")  # read at import

@@ -22,8 +22,17 @@ from megatron_llama.tools.inference.saved_model import open_saved_model
 from tests.checkpoint.runner import Job
 from tests.oracle import distance
 from tests.ranks import run_ranks
-from tests.tools.inference.commands import CPU, command, evaluate, generate
-from tests.tools.inference.models import NOTHING, PROMPTS, in_generator, make_folder, with_generator
+from tests.tools.inference.models import (
+    CPU,
+    NOTHING,
+    PROMPTS,
+    command,
+    evaluate,
+    generate,
+    in_generator,
+    make_folder,
+    with_generator,
+)
 
 TARGETS = "finetune.lora_target_modules=[q_proj,v_proj,o_proj,up_proj,down_proj]"  # parts of stacked matrices too
 LORA = ("finetune=lora", "finetune.lora_rank=3", "finetune.lora_alpha=7", TARGETS)

@@ -92,14 +92,6 @@ def test_pieces_add_up_to_the_text(text: Tokenizer) -> None:
         assert not any("\ufffd" in text_part for text_part in shown), "half a character was shown"
 
 
-def test_the_space_after_a_prompt_is_kept(spm_file: Path) -> None:
-    text = SentencePieceTokenizer(spm_file)
-    prompt, whole = text.encode("the cat"), text.encode("the cat sat")
-    assert whole[: len(prompt)] == prompt
-    decoder = Decoder(text, prompt)
-    assert "".join(decoder.add(number) for number in whole[len(prompt) :]) == " sat"
-
-
 def test_a_batch_is_shown_row_by_row(folder: Path) -> None:
     text, out = HuggingFaceTokenizer(folder), io.StringIO()
     rows = [text.encode(" sat on the mat"), text.encode(" dog")]
