@@ -15,7 +15,6 @@ from megatron_llama.tools.compile.cli import main as compile_ahead
 from megatron_llama.tools.doctor.cli import main as doctor
 from megatron_llama.tools.forecast.step_time import goodput
 from megatron_llama.tools.pipeline.cli import main as pipeline
-from megatron_llama.tools.plan.cli import main
 from megatron_llama.tools.plan.cli import main as plan
 from megatron_llama.tools.plan.forecast_run import forecast_run
 from megatron_llama.tools.profile.cli import main as profile
@@ -145,7 +144,7 @@ WORDS_70B = (
 
 
 def test_numbers_are_consistent(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*WORDS_70B, "cluster.nodes=16", "cluster.price=2", "cluster.tokens=2e12", "--json"]) == 0
+    assert plan([*WORDS_70B, "cluster.nodes=16", "cluster.price=2", "cluster.tokens=2e12", "--json"]) == 0
     page = json.loads(capsys.readouterr().out)
     times = page["step_time_s"]
     assert sum(part for name, part in times.items() if name != "total") == pytest.approx(times["total"])
@@ -158,7 +157,7 @@ def test_numbers_are_consistent(capsys: pytest.CaptureFixture[str]) -> None:
             stage[part] for part in ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
         )
     assert page["memory_bytes"]["stages"][0]["peak"] > page["memory_bytes"]["stages"][2]["peak"], "more in flight"
-    assert main([*WORDS_70B, "cluster.nodes=16", "trainer.micro_batch_size=8", "--json"]) == 1
+    assert plan([*WORDS_70B, "cluster.nodes=16", "trainer.micro_batch_size=8", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["fits"] is False
 
 

@@ -102,46 +102,21 @@ def write(tmp_path: Path) -> Write:
     return lambda name, losses, **options: write_metrics(tmp_path / name, losses, **options)
 
 
-def test_equal_curves_agree(write: Write) -> None:
-    a, b = write("a", falling()), write("b", falling(), seconds=0.25)
-    result = compared(a, b, tolerance=0.0)
-    one = result.compared[0]
-    assert result.agree and one.divergence is None
-    assert one.area == 0 and one.largest == 0 and one.final == result.reference_final
-    assert one.run.speed == pytest.approx(32) and one.speed_ratio == pytest.approx(2)
-
-
-@pytest.mark.parametrize(("gap", "agree"), [(0.0099, True), (0.0101, False), (-0.0099, True), (-0.0101, False)])
+@pytest.mark.parametrize(
+    ("gap", "agree"), [(0.0, True), (0.0099, True), (0.0101, False), (-0.0099, True), (-0.0101, False)]
+)
 @pytest.mark.parametrize("steps", [16, 20, STEPS])
 def test_a_constant_gap_is_measured_and_judged(write: Write, gap: float, agree: bool, steps: int) -> None:
     a = write("a", falling(steps))
     b = write("b", falling(steps) * (1 + gap))
     result = compared(a, b, tolerance=0.01)
     one = result.compared[0]
-    assert result.agree is agree
+    assert result.agree is (abs(gap) < 0.01)
     assert one.largest == pytest.approx(gap) and one.area == pytest.approx(abs(gap))
     assert one.final / result.reference_final - 1 == pytest.approx(gap)
-    if not agree:
+    if not result.agree:
         assert one.divergence is not None and one.divergence.end is None
         assert one.divergence.start == pytest.approx(result.grid.window * BATCH / 2), "the first window"
-
-
-def test_the_smoothed_curve_is_the_mean_of_its_window(write: Write) -> None:
-    losses = np.random.default_rng(0).uniform(1, 2, STEPS)
-    result = compared(write("a", losses), write("b", falling()), window=10 * BATCH)
-    assert result.grid.window == 10
-    assert result.reference_curve == pytest.approx([losses[i : i + 10].mean() for i in range(STEPS - 9)])
-    assert result.grid.centers[0] == 5 * BATCH and result.grid.centers[-1] == SAMPLES - 5 * BATCH
-
-
-def test_a_slow_divergence_starts_where_it_leaves_the_band(write: Write) -> None:
-    start = STEPS // 2
-    growth = 1 + 0.0005 * np.clip(np.arange(1, STEPS + 1) - start, 0, None)
-    a, b = write("a", np.full(STEPS, 3.0)), write("b", 3.0 * growth)
-    divergence = compared(a, b, tolerance=0.01).compared[0].divergence
-    # The gap reaches 1 % after 20 steps; the mean of a line over a window is its center.
-    assert divergence is not None and divergence.start == pytest.approx((start + 20) * BATCH, abs=2 * BATCH)
-    assert divergence.end is None
 
 
 @pytest.mark.parametrize("where", [5, STEPS // 2, STEPS - 4])
@@ -156,13 +131,15 @@ def test_a_spike_is_not_a_divergence(write: Write, where: int, steps: int) -> No
 @pytest.mark.parametrize(
     ("first", "last", "factor", "starts", "ends"),
     [
+        # The gap reaches 1 % after 20 steps; the mean of a line over a window is its center.
+        (200, STEPS, 1 + 0.0005 * np.arange(1, STEPS - 199), (217, 223), None),
         (100, 200, 1.05, (90, 105), (195, 210)),
         (STEPS - 8, STEPS, 1.5, (0.9 * STEPS, STEPS), None),  # two fifths of a window
         (200, 212, np.nan, (195, 206), (200, 230)),  # more than half of a window
     ],
 )
 def test_divergences(
-    write: Write, first: int, last: int, factor: float, starts: tuple[float, float], ends: tuple[float, float] | None
+    write: Write, first: int, last: int, factor: Any, starts: tuple[float, float], ends: tuple[float, float] | None
 ) -> None:
     losses = falling()
     losses[first:last] *= factor
@@ -170,7 +147,7 @@ def test_divergences(
     assert divergence is not None and starts[0] * BATCH < divergence.start < starts[1] * BATCH
     assert (divergence.end is None) == (ends is None)
     assert divergence.end is None or ends is None or ends[0] * BATCH < divergence.end < ends[1] * BATCH
-    assert ("not finite" in divergence.reason) == bool(np.isnan(factor))
+    assert ("not finite" in divergence.reason) == bool(np.isnan(factor).any())
 
 
 def test_noise_within_the_spread_of_seeds_agrees(write: Write) -> None:

@@ -61,21 +61,6 @@ def seconds(job: Job, device: str = "h100") -> StepTime:
     return step_time(job, spec.per_rank(), load_constants())
 
 
-def test_more_work_takes_more_time() -> None:
-    base = seconds(PLAIN)
-    assert sum(base.parts().values()) == pytest.approx(base.total)
-    full = seconds(replace(PLAIN, recompute="full"))
-    assert full.matmul == pytest.approx(base.matmul * 4 / 3, rel=0.01) and full.head == base.head
-    longer = seconds(replace(PLAIN, seq=8192))
-    assert longer.attention == pytest.approx(4 * base.attention, rel=0.1)
-    assert longer.matmul == pytest.approx(2 * base.matmul, rel=0.05)
-    two = replace(PLAIN, tp=2, sp=True)
-    assert seconds(two).matmul == pytest.approx(base.matmul / 2, rel=0.05) and seconds(two).tensor > 0
-    assert seconds(replace(two, overlaps_tp=True)).tensor < seconds(two).tensor
-    frozen = replace(PLAIN, lora_parameters=10**6)
-    assert seconds(frozen).matmul == pytest.approx(base.matmul * 2 / 3, rel=0.05)
-
-
 def test_offloading_takes_time() -> None:
     base, count = seconds(PLAIN), PLAIN.stage_parameters(0)
     assert base.offload == 0
@@ -147,6 +132,9 @@ def test_selective_recomputes_attention_and_elementwise_operations() -> None:
     assert base.total < selective.total < full.total
     elementwise = seconds(replace(PLAIN, recompute="elementwise"))
     assert elementwise.memory_bound == selective.memory_bound and elementwise.attention == base.attention
+    assert full.matmul == pytest.approx(base.matmul * 4 / 3, rel=0.01) and full.head == base.head
+    frozen = seconds(replace(PLAIN, lora_parameters=10**6))
+    assert frozen.matmul == pytest.approx(base.matmul * 2 / 3, rel=0.05), "no weight gradients"
     third = seconds(replace(PLAIN, recompute="selective", recompute_every=3))
     assert third.attention - base.attention == pytest.approx((selective.attention - base.attention) / 3)
 
@@ -182,13 +170,6 @@ def test_muon_and_qk_clip_add_their_time() -> None:
     form = spec.format_used("fp32")
     gemm = 2 * scores * 128 / (spec.peaks[form] * spec.reach[form])
     assert added == pytest.approx(layers * (gemm + 16 * scores / (0.85 * spec.bandwidth)), rel=1e-3)
-
-
-def test_communication_between_nodes_costs_more_and_overlaps() -> None:
-    within, over = seconds(replace(PLAIN, dp=8, shard_size=8)), seconds(replace(PLAIN, dp=16, shard_size=16))
-    assert 0 < within.data_parallel <= over.data_parallel and within.waiting == 0 < over.waiting
-    across = replace(PLAIN, tp=16, sp=True)
-    assert seconds(across).tensor > 1.3 * seconds(replace(across, tp=8)).tensor
 
 
 def test_small_models_are_bound_by_the_host() -> None:
