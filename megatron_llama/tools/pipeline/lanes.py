@@ -135,11 +135,18 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """Passes and messages of all ranks of a pipeline in one step."""
+    """Passes of all ranks of a pipeline in one step."""
 
-    ranks: tuple[tuple[Span, ...], ...]
+    ranks: Sequence[Sequence[Span]]
     """Spans of each rank, in order."""
-    messages: tuple[Message, ...]
+
+    @property
+    def messages(self) -> list[Message]:
+        """Activations and gradients sent between the ranks."""
+        spans = {(rank, span.pass_): span for rank, of_rank in enumerate(self.ranks) for span in of_rank}
+        stages = count_stages([span.pass_ for span in of_rank] for of_rank in self.ranks)
+        needs = {key: sender_of(*key, len(self.ranks), stages) for key in spans}
+        return [Message(need[0], spans[need], key[0], spans[key]) for key, need in needs.items() if need is not None]
 
     @property
     def seconds(self) -> float:
@@ -168,7 +175,7 @@ def bubble_of_equal_stages(pp: int, vpp: int, microbatches: int) -> float:
 def measured_timeline(records: Sequence[Sequence[Span]]) -> PipelineTimeline:
     """Build the timeline of the recorded passes of each rank."""
     begin = min(spans[0].start for spans in records)
-    return _timeline([tuple(Span(pass_, start - begin, end - begin) for pass_, start, end in each) for each in records])
+    return PipelineTimeline([[Span(each.pass_, each.start - begin, each.end - begin) for each in of] for of in records])
 
 
 def earliest_timeline(orders: Sequence[Sequence[Pass]], seconds: Callable[[int, Pass], float]) -> PipelineTimeline:
@@ -192,7 +199,7 @@ def earliest_timeline(orders: Sequence[Sequence[Pass]], seconds: Callable[[int, 
                 ranks[rank].append(Span(pass_, start, start + seconds(rank, pass_)))
                 ends[rank, pass_] = ranks[rank][-1].end
         assert len(ends) > before, "a completed schedule has no cycle"
-    return _timeline([tuple(spans) for spans in ranks])
+    return PipelineTimeline(ranks)
 
 
 def count_stages(orders: Iterable[Iterable[Pass]]) -> int:
@@ -207,13 +214,3 @@ def sender_of(rank: int, pass_: Pass, pp: int, stages: int) -> tuple[int, Pass] 
     """
     stage = pass_.chunk * pp + rank + (1 if pass_.backward else -1)
     return (stage % pp, pass_._replace(chunk=stage // pp)) if 0 <= stage < stages else None
-
-
-def _timeline(ranks: Sequence[tuple[Span, ...]]) -> PipelineTimeline:
-    spans = {(rank, span.pass_): span for rank, spans in enumerate(ranks) for span in spans}
-    stages = count_stages([span.pass_ for span in each] for each in ranks)
-    messages = []
-    for (receiver, pass_), used in spans.items():
-        if (need := sender_of(receiver, pass_, len(ranks), stages)) is not None:
-            messages.append(Message(need[0], spans[need], receiver, used))
-    return PipelineTimeline(tuple(ranks), tuple(messages))

@@ -116,7 +116,10 @@ def _record_steps(plan: Plan) -> list[list[Span]]:
 # One process runs as each rank in sequence, in a fake world where messages take no time. The schedule depends on the
 # stages, chunks and number of micro batches, not on the model, so each chunk is one tiny Llama block, run by
 # ``forward_backward`` as in training.
-_TINY = ("hidden_size=8", "num_attention_heads=1", "num_key_value_heads=1", "intermediate_size=8", "vocab_size=8")
+_TINY = (
+    "model.hidden_size=8 model.num_attention_heads=1 model.num_key_value_heads=1 model.intermediate_size=8 "
+    "model.vocab_size=8 trainer.micro_batch_size=1 trainer.zero=0 data.seq_length=8 data.name=pipeline device=cpu"
+).split()
 
 
 def recorded_order(pp: int, vpp: int, microbatches: int) -> list[list[Pass]]:
@@ -133,28 +136,12 @@ def recorded_order(pp: int, vpp: int, microbatches: int) -> list[list[Pass]]:
 
 def tiny_plan(pp: int, vpp: int, microbatches: int) -> Plan:
     """Plan a Llama with one tiny block per chunk on ``pp`` ranks, on mock data."""
-    overrides = [
-        *(f"model.{shape}" for shape in _TINY),
-        f"model.num_hidden_layers={pp * vpp}",
-        f"trainer.pp={pp}",
-        f"trainer.vpp={vpp}",
-        f"trainer.global_batch_size={microbatches}",
-        "trainer.micro_batch_size=1",
-        "trainer.zero=0",
-        "data.seq_length=8",
-        "data.name=pipeline",
-        "device=cpu",
-        "dry_run=true",
-        *MOCK_RUN,
-    ]
-    return find_world(cli.parse_overrides(overrides), None).plan()
+    sizes = [f"model.num_hidden_layers={pp * vpp}", f"trainer.pp={pp}", f"trainer.vpp={vpp}"]
+    sizes.append(f"trainer.global_batch_size={microbatches}")
+    return find_world(cli.parse_overrides([*_TINY, *sizes, "dry_run=true", *MOCK_RUN]), None).plan()
 
 
 # Duration of each pass: by FLOPs, forecast for a device of the hardware table, or measured.
-Durations = Callable[[int, Pass], float]
-"""Duration by (pp rank, pass)."""
-
-
 @dataclass(frozen=True)
 class PassTimes:
     """Time of each chunk's passes, and the source of the numbers."""
@@ -166,7 +153,7 @@ class PassTimes:
     backward: tuple[float, ...]
     """Time of a backward pass by virtual stage."""
 
-    def of(self, pp: int) -> Durations:
+    def of(self, pp: int) -> Callable[[int, Pass], float]:
         """Return the durations for ``pp`` ranks: chunk c of rank r is virtual stage c * pp + r."""
         return lambda rank, pass_: (self.backward if pass_.backward else self.forward)[pass_.chunk * pp + rank]
 
@@ -192,11 +179,11 @@ def pass_times_on_cluster(plan: Plan, cluster: ClusterConfig) -> PassTimes:
     return _passes(plan, block, head, f"as forecast on {hardware.name}", "ms")
 
 
-def median_pass_times(measure_pipeline: PipelineTimeline, vpp: int) -> PassTimes:
+def median_pass_times(measured: PipelineTimeline, vpp: int) -> PassTimes:
     """Return the median time of each chunk's passes over micro batches, in milliseconds."""
     times: dict[tuple[int, bool], list[float]] = defaultdict(list)
-    pp = len(measure_pipeline.ranks)
-    for rank, spans in enumerate(measure_pipeline.ranks):
+    pp = len(measured.ranks)
+    for rank, spans in enumerate(measured.ranks):
         for pass_, start, end in spans:
             times[pass_.chunk * pp + rank, pass_.backward].append(1000 * (end - start))
     stages = range(pp * vpp)

@@ -216,16 +216,9 @@ def report_lines(forecast: Forecast) -> Iterator[str]:
     text = f"{grid}{', sp' if job.sp else ''}, recompute {job.recompute}, {micro}"
     yield from wrap_lines(text, rest="  ")
     yield batch_line(plan.config, forecast.hardware)
-    yield ""
-    yield from _memory(forecast)
-    yield ""
-    yield from _time(forecast)
-    yield ""
-    yield from _run(forecast)
-    yield ""
-    yield from _scaling(forecast)
-    yield ""
-    yield "assumptions"
+    for section in (_memory, _time, _run, _scaling):
+        yield from ("", *section(forecast))
+    yield from ("", "assumptions")
     for line in (*assumptions(forecast), *plan.notes):
         yield from wrap_lines(line, "  ", "    ")
 

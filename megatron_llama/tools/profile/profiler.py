@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +80,7 @@ class StepProfiler:
         calls = ((batches, "at", DATA), (self.optimizer, "gradient_norm", NORM), (self.optimizer, "update", OPTIMIZER))
         with ExitStack() as stack:
             for owner, method, name in calls:
-                timed = _timed_in(clock, Zone(name), getattr(owner, method))
-                stack.enter_context(patch.object(owner, method, timed))
+                stack.enter_context(patch.object(owner, method, clock.inside(Zone(name))(getattr(owner, method))))
             stack.enter_context(step.modules.following())
             stack.enter_context(trace_waits(clock.waiting, compiled=model.compiler is not None))
             clock.start()
@@ -160,14 +159,6 @@ class StepProfiler:
     @property
     def _folder(self) -> Path:
         return self.plan.run_dir / FOLDER
-
-
-def _timed_in(clock: Clock, zone: Zone, function: Callable[..., Any]) -> Callable[..., Any]:
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        with clock.inside(zone):
-            return function(*args, **kwargs)
-
-    return timed
 
 
 @contextmanager
