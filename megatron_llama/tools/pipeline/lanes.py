@@ -93,7 +93,8 @@ def _draw_panel(axis: Axes, panel: Panel, chunks: int, points: float) -> None:
                 axis.text(*place, label, color=color, size=fitting, ha="center", va="center_baseline")
         for shade, ranges in bars.items():
             axis.broken_barh(ranges, (rank - BOX / 2, BOX), color=shade, linewidth=0)
-    for sender, sent, receiver, used in timeline.messages if len(timeline.messages) <= MAX_MESSAGES else ():
+    messages = timeline.messages
+    for sender, sent, receiver, used in messages if len(messages) <= MAX_MESSAGES else ():
         side, alpha = (BOX / 2 if receiver > sender else -BOX / 2), 0.3 if abs(receiver - sender) > 1 else 0.75
         ends = [sent.end / scale, used.start / scale], [sender + side, receiver - side]
         axis.plot(*ends, color=SOFT, linewidth=0.6, alpha=alpha)

@@ -32,10 +32,9 @@ from megatron_llama.parallel import ParallelModel, build_model, parallelize, pro
 from megatron_llama.plan import Plan
 from megatron_llama.tools.forecast.parameters import any_layer
 from megatron_llama.tools.forecast.traffic import Amount, Traffic
-from megatron_llama.tools.recorder import BACKWARD, FORWARD, RECOMPUTED, Modules, TrafficCounter
 from megatron_llama.tools.rehearse.report import DispatchedOperator, Flops, MemoryKind, OperatorCount, Rehearsal
 from megatron_llama.tools.rehearse.watch import History, Operation, StepWatcher
-from megatron_llama.tools.steps import open_steps
+from megatron_llama.tools.steps import BACKWARD, FORWARD, RECOMPUTED, Modules, TrafficCounter, open_steps
 from megatron_llama.topology import Topology
 
 MAX_BLOCK_RUNS = 160

@@ -33,7 +33,7 @@ from megatron_llama.tools.profile import cli
 from megatron_llama.tools.profile.modules import Profile, RankProfile
 from megatron_llama.tools.profile.profiler import StepProfiler
 from megatron_llama.tools.profile.trace import BEFORE, MODULES, WAITS, Zone, memory_of, renumber
-from megatron_llama.tools.recorder import BACKWARD, FORWARD
+from megatron_llama.tools.steps import BACKWARD, FORWARD
 from megatron_llama.train.loop import training_step
 from megatron_llama.train.metrics_file import read_metrics
 from megatron_llama.train.step_checks import StepGuard

@@ -23,7 +23,7 @@ from megatron_llama.optim.norm import gradient_norm
 from megatron_llama.parallel.replicated_gradients import ReplicatedGradients
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.tools.forecast.traffic import Amount, Traffic, TrafficKey, between_nodes, totals, wire_bytes
-from megatron_llama.tools.recorder import TrafficCounter, UnknownCollective, count_steps
+from megatron_llama.tools.steps import TrafficCounter, UnknownCollective, count_steps
 from megatron_llama.tools.traffic.cli import main, operations_of_rank
 from megatron_llama.train.step_checks import StepGuard
 from tests.compiled import needs_compiler
