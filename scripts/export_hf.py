@@ -7,7 +7,9 @@ torch_dist write the weights for torchtitan and Megatron. Needs no GPU and strea
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,13 @@ def read_arguments() -> argparse.Namespace:
     from megatron_llama.system.programs import name_commands
 
     parser = ArgumentParser(description=name_commands(__doc__.splitlines()[0]))
-    parser.add_argument("checkpoint", type=Path, help="checkpoint folder, or run folder (its newest checkpoint)")
+    about = "checkpoint folder, or run folder (its newest checkpoint); with --adapter a model folder"
+    parser.add_argument("checkpoint", type=Path, help=about)
     parser.add_argument("out", type=Path, help="output folder; must not exist")
     parser.add_argument("--merge", action="store_true", help="LoRA only: write the full model, not the adapter")
     parser.add_argument("--base", type=Path, help="base model of LoRA, if its folder has moved")
+    about = "merge an adapter, a PEFT folder or LoRA run, into the model folder; repeat for the sum W + Σ weight · ΔW"
+    parser.add_argument("--adapter", action="append", default=[], metavar="FOLDER[=WEIGHT]", help=about)
     parser.add_argument("--average", type=int, default=1, metavar="N", help="mean of the newest N checkpoints")
     about = "with --average: weight of a checkpoint relative to the next newer one (default: 1, equal weights)"
     parser.add_argument("--average-decay", type=float, default=1.0, metavar="D", help=about)
@@ -40,7 +45,27 @@ def read_arguments() -> argparse.Namespace:
         parser.error("--average must be at least 1 (with --format hf), --average-decay above 0 and at most 1")
     if arguments.push_to_hub is not None and arguments.format != "hf":
         parser.error("--push-to-hub needs --format hf")
+    if arguments.adapter and (arguments.merge or arguments.base or average > 1 or arguments.format != "hf"):
+        parser.error("--adapter merges into a model folder; omit --merge, --base, --average and --format")
+    try:
+        arguments.adapter = [parse_adapter(text) for text in arguments.adapter]
+    except ValueError as error:
+        parser.error(str(error))
     return arguments
+
+
+def parse_adapter(text: str) -> tuple[Path, float]:
+    """Return folder and weight of FOLDER[=WEIGHT], default 1. Raises ValueError for a weight that is no number."""
+    folder, equals, weight = text.rpartition("=")
+    if not equals or Path(text).exists():
+        return Path(text), 1.0
+    try:
+        number = float(weight)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"--adapter {text}: the weight must be a number, such as --adapter {folder}=0.5")
+    return Path(folder), number
 
 
 def main() -> int:
@@ -48,16 +73,18 @@ def main() -> int:
     arguments = read_arguments()
     average, decay = arguments.average, arguments.average_decay
     # Imported here: --help needs no torch.
-    from megatron_llama.checkpoint.export import export
+    from megatron_llama.checkpoint.export import export, export_merged
     from megatron_llama.checkpoint.folder import find_checkpoint
+    from megatron_llama.checkpoint.lora_adapter import MergedTensors
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.config import ConfigError
     from megatron_llama.config.hub import check_upload, resolve_hub_name, upload_folder
     from megatron_llama.system.progress import ProgressBar
     from megatron_llama.system.wrapping import wrap
+    from megatron_llama.tools.inference.saved_model import open_adapter_for, open_hf_model
 
     try:
-        checkpoint = find_checkpoint(arguments.checkpoint)
+        checkpoint = arguments.checkpoint if arguments.adapter else find_checkpoint(arguments.checkpoint)
         if arguments.push_to_hub is not None:
             check_upload(arguments.push_to_hub)
         largest = int(arguments.max_shard_gb * 1e9)
@@ -65,7 +92,15 @@ def main() -> int:
         with ProgressBar("export", "percent", 100) as bar:
             options: dict[str, Any] = {"merge": arguments.merge, "base": base, "average": average, "decay": decay}
             options["progress"] = lambda written, of: bar.show(100 * written // of)
-            made = export(checkpoint, arguments.out, arguments.dtype, largest, kind=arguments.format, **options)
+            if arguments.adapter:
+                checkpoint = Path(resolve_hub_name(str(checkpoint), weights=True))
+                whole = open_hf_model(checkpoint)
+                opened = [replace(open_adapter_for(path, whole), weight=weight) for path, weight in arguments.adapter]
+                merged = MergedTensors.of(whole.stored, *opened)
+                out = (arguments.out, arguments.dtype, largest)
+                made = export_merged(checkpoint, whole.model, merged, *out, options["progress"])
+            else:
+                made = export(checkpoint, arguments.out, arguments.dtype, largest, kind=arguments.format, **options)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -77,6 +112,7 @@ def main() -> int:
         return 1
     end = f", {'with' if made.tokenizer else 'without'} a tokenizer" if arguments.format == "hf" else ""
     others = f" (averaged with the {average - 1} before it)" if average > 1 else ""
+    others += "".join(f" + {weight:g} · {path}" for path, weight in arguments.adapter)
     size = f"{made.bytes / 1e6:,.1f} MB of {made.dtype} in {len(made.files)} file{'s' * (len(made.files) > 1)}"
     sys.stdout.write(wrap(f"{checkpoint}{others} is now {made.folder}: {size}{end}") + "\n")
     if arguments.push_to_hub is not None:

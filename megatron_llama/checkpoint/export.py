@@ -145,6 +145,31 @@ def export(
     return Exported(out, dtype, names, size, tokenizer)
 
 
+def export_merged(
+    base: Path,
+    model: ModelConfig,
+    merged: MergedTensors,
+    out: Path,
+    dtype: str,
+    max_shard_bytes: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> Exported:
+    """Write a model with merged adapters, with tokenizer and settings of the base model's folder.
+
+    ``dtype`` auto is the base's. Raises as ``export``.
+    """
+    check_output(out)
+    dtype = dtype_of(merged.base) if dtype == "auto" else dtype
+    dtype = dtype if dtype in EXPORT_DTYPES else "float32"
+    files = split_into_files(hf_shapes(model), EXPORT_DTYPES[dtype], max_shard_bytes)
+    with writing(out) as partial:
+        token_ids = _write_tokenizer(base, partial, is_run=False) | _write_base_settings(base, partial)
+        _write_json(partial / "config.json", hf_config(model, dtype, token_ids))
+        names, size = _write_weights(merged, files, EXPORT_DTYPES[dtype], partial, SINGLE, progress)
+        tokenizer = (partial / "tokenizer_config.json").exists()
+    return Exported(out, dtype, names, size, tokenizer)
+
+
 @contextmanager
 def writing(out: Path) -> Iterator[Path]:
     """Yield the temporary folder of ``out``. Raises ConfigError if ``out`` exists or another process writes it."""
@@ -204,10 +229,10 @@ def _check_options(manifest: Manifest, kind: str, merge: bool, base: Path | None
         rule = f"writes torchtitan's Llama, and this model is a {model.model_type}"
         raise ConfigError([Problem("--format", kind, rule, "write --format hf or torch_dist")])
     if finetune.method == "lora" and not merge:
-        _check_base(checkpoint, model, manifest.state.hf_folder)
+        check_base(checkpoint, model, manifest.state.hf_folder)
 
 
-def _check_base(checkpoint: Path, model: ModelConfig, folder: str | None) -> None:
+def check_base(checkpoint: Path, model: ModelConfig, folder: str | None) -> None:
     """Raise ConfigError if the run changed settings of its base: an adapter has only tensors."""
     try:
         changed = {} if folder is None else changes_of_base(model, read_hf_config(folder))

@@ -23,7 +23,7 @@ from tests.finetuning import runner
 from tests.finetuning.runner import BIASES, LAYER_1, LORA, PATTERNS, World, make_plan, tune
 from tests.messages import raises_with_message
 from tests.model.llamas import whole_batch
-from tests.oracle import distance
+from tests.oracle import Tensors, distance
 from tests.ranks import RankFailed, run_ranks
 
 EVERY = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -149,6 +149,71 @@ def test_the_script(world: World, trained: Path, tmp_path: Path, monkeypatch: py
     for name, tensor in load_file(tmp_path / "merged/model.safetensors").items():
         assert torch.equal(tensor, expected[name].bfloat16())  # summed in fp32, rounded once
     assert status(trained, tmp_path / "refused", "--merge", "--base", tmp_path) == 2
+
+
+def test_a_weighted_sum_of_adapters(
+    world: World, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """peft's merge of its weighted sum; a run with DoRA, norms and another weight adds its change of the base."""
+
+    def merge(out: str, *adapters: object) -> tuple[int, Tensors]:
+        arguments = [text for adapter in adapters for text in ("--adapter", str(adapter))]
+        monkeypatch.setattr("sys.argv", ["export_hf.py", str(world.base), str(tmp_path / out), *arguments])
+        status, file = export_hf.main(), tmp_path / out / "model.safetensors"
+        return status, load_file(file) if file.exists() else {}
+
+    other = tmp_path / "patterns"
+    run_ranks(_save_adapter, 1, make_plan(1, tmp_path, *PATTERNS), world.base, other)
+    weights = {world.adapter: 0.7, other: -0.4}
+    (theirs,) = run_ranks(_weighted_sum, 1, world.base, weights)
+    status, ours = merge("sum", *(f"{path}={weight}" for path, weight in weights.items()))
+    assert status == 0 and all(distance(tensor, theirs[name]) <= 1e-6 for name, tensor in ours.items())
+    base = load_file(world.base / "model.safetensors")
+    assert (
+        ours.keys() == base.keys()
+        and distance(ours["model.layers.0.mlp.down_proj.weight"], base["model.layers.0.mlp.down_proj.weight"]) > 1e-3
+    )
+
+    run = tmp_path / "dora"
+    tune(1, run, *world.fresh, "finetune.use_dora=true", "finetune.modules_to_save=[norm]", steps=2)
+    alone = [merge("run", run)[1], merge("plain", trained)[1]]
+    assert all(torch.equal(tensor, alone[1][name]) for name, tensor in _merged(trained, tmp_path / "merged").items())
+    _, ours = merge("both", f"{run}=0.5", f"{trained}=2")
+    for name, tensor in ours.items():
+        changes = [one[name].double() - base[name] for one in alone]
+        assert distance(tensor, base[name] + 0.5 * changes[0] + 2 * changes[1]) <= 1e-6
+
+    full = tmp_path / "full"
+    tune(1, full, "finetune=full", f"init_from={world.base}", steps=0)
+    changed = tmp_path / "changed"
+    tune(1, changed, *world.fresh, "model.sliding_window=4", steps=0)
+    for adapter, message in ((full, "has no LoRA adapter"), (changed, "sliding_window"), (tmp_path / "x", "x")):
+        assert merge("refused", adapter) == (2, {}) and message in capsys.readouterr().err
+    for adapters in ((f"{other}=half",), (other, other, "--merge")):
+        with pytest.raises(SystemExit, match="2"):
+            merge("refused", *adapters)
+
+
+def _merged(run: Path, out: Path) -> Tensors:
+    return load_file(export(find_checkpoint(run), out, merge=True).folder / "model.safetensors")
+
+
+def _save_adapter(rank: int, plan: Plan, base: Path, folder: Path) -> None:
+    runner.save_adapter(plan, base, folder)
+
+
+def _weighted_sum(rank: int, base: Path, weights: dict[Path, float]) -> Tensors:
+    """Return the weights that peft merges from its concatenated adapters."""
+    import peft
+
+    first, *others = weights
+    model = peft.PeftModel.from_pretrained(runner.their_base(base), first, adapter_name=str(first.name))
+    for other in others:
+        model.load_adapter(other, adapter_name=other.name)
+    names = [path.name for path in weights]
+    model.add_weighted_adapter(names, list(weights.values()), "sum", combination_type="cat")
+    model.set_adapter("sum")
+    return dict(model.merge_and_unload(adapter_names=["sum"]).state_dict())
 
 
 def _with(adapter: Path, folder: Path, **settings: Any) -> Path:

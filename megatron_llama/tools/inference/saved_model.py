@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.arch.shapes import head_dim, kv_heads
-from megatron_llama.checkpoint.export import GENERATION, model_of
+from megatron_llama.checkpoint.export import GENERATION, check_base, model_of
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.lora_adapter import (
@@ -80,7 +80,7 @@ def open_saved_model(path: Path, base: Path | None = None) -> SavedModel:
         return _open_adapter(path, base)
     if (path / "config.json").is_file():
         _refuse_base(base)
-        return _open_hf_folder(path)
+        return open_hf_model(path)
     if not path.exists():
         rule, instead = "folder not found", "write the folder of a checkpoint, run or Hugging Face model"
         raise ConfigError([Problem(ARGUMENT, str(path), rule, instead + download_hint(str(path)))])
@@ -127,24 +127,8 @@ def restated(restate: Callable[[Problem], Problem]) -> Iterator[None]:
 
 
 def _open_adapter(folder: Path, base: Path | None) -> SavedModel:
-    """Open a PEFT adapter on ``base``, or on the folder that its config names.
-
-    Only the shapes of the base are checked, because PEFT stores no fingerprint.
-    """
-
-    def of_adapter(problem: Problem) -> Problem:
-        name = problem.field.partition(".")[2]
-        about = "" if name == "adapter" else f"{name} {problem.value!r}: "
-        return Problem(ARGUMENT, str(folder), about + problem.rule, "name a plain LoRA adapter of this base")
-
-    problems: list[Problem] = []
-    finetune = FinetuneConfig(method="lora")
-    with restated(of_adapter):
-        fill_from_adapter(
-            str(folder), set(), lambda name, value: setattr(finetune, name.partition(".")[2], value), problems
-        )
-        if problems:
-            raise ConfigError(problems)
+    """Open a PEFT adapter on ``base``, or on the folder that its config names."""
+    finetune = _settings_of_adapter(folder)
     if base is None:
         named = read_hf_config(str(folder), ADAPTER_CONFIG).get("base_model_name_or_path")
         named = resolve_hub_name(named, weights=True) if isinstance(named, str) else None
@@ -153,16 +137,8 @@ def _open_adapter(folder: Path, base: Path | None) -> SavedModel:
             raise ConfigError([Problem("--base", None, rule, "write --base FOLDER, with the adapter's base model")])
         base = Path(named)
     with restated(lambda problem: replace(problem, field="--base")):
-        whole = _open_hf_folder(base)
-    with restated(of_adapter):
-        config, _ = choose_defaults(Config(model=whole.model, finetune=finetune))
-        problems = check_limits(config)
-        problems += check_rules(RULES, config, 1, {problem.field for problem in problems})
-        problems = [problem for problem in problems if problem.field.startswith("finetune.")]
-        if problems:
-            raise ConfigError(problems)
-        adapter = open_adapter(folder, whole.model, finetune)
-    merged = MergedTensors.of(whole.stored, TrainedAdapter(adapter, whole.model, finetune))
+        whole = open_hf_model(base)
+    merged = MergedTensors.of(whole.stored, _adapter_of(folder, finetune, whole.model))
     whole = replace(whole, folder=folder, stored=merged)
     if not has_tokenizer(folder):
         return whole
@@ -170,7 +146,64 @@ def _open_adapter(folder: Path, base: Path | None) -> SavedModel:
     return replace(whole, tokenizer=folder, token_ids=token_ids, generation=generation)
 
 
-def _open_hf_folder(folder: Path) -> SavedModel:
+@contextmanager
+def _about_adapter(folder: Path) -> Iterator[None]:
+    def of_adapter(problem: Problem) -> Problem:
+        name = problem.field.partition(".")[2]
+        about = "" if name == "adapter" else f"{name} {problem.value!r}: "
+        return Problem(ARGUMENT, str(folder), about + problem.rule, "name a plain LoRA adapter of this base")
+
+    with restated(of_adapter):
+        yield
+
+
+def _settings_of_adapter(folder: Path) -> FinetuneConfig:
+    """Return the settings in a PEFT adapter's config."""
+    problems: list[Problem] = []
+    finetune = FinetuneConfig(method="lora")
+    with _about_adapter(folder):
+        fill_from_adapter(
+            str(folder), set(), lambda name, value: setattr(finetune, name.partition(".")[2], value), problems
+        )
+        if problems:
+            raise ConfigError(problems)
+    return finetune
+
+
+def _adapter_of(folder: Path, finetune: FinetuneConfig, model: ModelConfig) -> TrainedAdapter:
+    """Open a PEFT adapter. Only the shapes of the base are checked, because PEFT stores no fingerprint."""
+    with _about_adapter(folder):
+        config, _ = choose_defaults(Config(model=model, finetune=finetune))
+        problems = check_limits(config)
+        problems += check_rules(RULES, config, 1, {problem.field for problem in problems})
+        problems = [problem for problem in problems if problem.field.startswith("finetune.")]
+        if problems:
+            raise ConfigError(problems)
+        return TrainedAdapter(open_adapter(folder, model, finetune), model, finetune)
+
+
+def open_adapter_for(path: Path, whole: SavedModel) -> TrainedAdapter:
+    """Open a PEFT adapter, or the adapter of a LoRA run, of the model in a Hugging Face folder.
+
+    Raises:
+        ConfigError: The path is neither, or the adapter is of another model.
+        CorruptFile: A file is damaged.
+    """
+    path = Path(resolve_hub_name(str(path), weights=True))
+    if (path / ADAPTER_CONFIG).is_file():
+        return _adapter_of(path, _settings_of_adapter(path), whole.model)
+    manifest = read_manifest(find_checkpoint(path))
+    manifest.check_sizes()
+    finetune = finetune_of(manifest)
+    if finetune.method != "lora":
+        raise ConfigError([Problem("--adapter", str(path), "has no LoRA adapter", "name a LoRA run or a PEFT folder")])
+    check_base(path, model_of(manifest), str(whole.folder))
+    open_base(manifest, whole.model, whole.folder)
+    return TrainedAdapter(trained_tensors(manifest, whole.model, finetune), whole.model, finetune)
+
+
+def open_hf_model(folder: Path) -> SavedModel:
+    """Open the model in a Hugging Face folder. Raises ConfigError."""
     try:
         content = read_hf_config(str(folder))
     except ValueError as error:
