@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import filecmp
-import importlib.metadata
 import itertools
 import os
-import platform
 import re
 import resource
 import shutil
@@ -26,10 +23,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.results import ROOT, commit
+from benchmarks.results import ROOT, conditions
 from data_prep.lib.input_files import find_sources
 from data_prep.lib.sources import read_lines
-from megatron_llama.devices.processor import processor
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import markdown_table
@@ -149,18 +145,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _heading(args: argparse.Namespace, source: Path) -> list[str]:
-    versions = []
-    for package in ("sentencepiece", "gigatoken", "kitoken", "orjson", "numpy"):
-        try:
-            versions.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            versions.append(f"no {package}")
-    cpu = processor().get("model name", platform.machine())
     return [
         "# Preprocessing speed",
         "",
-        f"{datetime.date.today()}, commit {commit()}, {os.cpu_count()} cores of {cpu}, "
-        f"load {os.getloadavg()[0]:.1f} at the start; Python {platform.python_version()}, {', '.join(versions)}.",
+        conditions(("sentencepiece", "gigatoken", "kitoken", "orjson", "numpy")),
         "",
         f"One JSONL file of {source.stat().st_size / 1e6:.1f} MB. Whole processes; medians of {args.repeat} rounds, "
         "each with all rows. CPU seconds include child processes.",

@@ -7,8 +7,9 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import date
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megatron_llama.devices.processor import processor
@@ -41,13 +42,17 @@ def describe_machine(device: str) -> str:
     return text
 
 
-def conditions() -> str:
-    """Return date, machine, versions and commit, for a page of results."""
-    name = processor().get("model name", platform.machine())
-    versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "megatron-core"))
+def conditions(packages: Sequence[str] = ("torch", "megatron-core")) -> str:
+    """Return date, commit, machine, load and versions of installed packages, for a page of results."""
+    name, versions = processor().get("model name", platform.machine()), []
+    for package in packages:
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            versions.append(f"no {package}")
     return (
         f"{date.today()}, commit {commit()}, {os.cpu_count()} cores of {name}, shared with other work (load "
-        f"{os.getloadavg()[0]:.0f} at the end); Python {platform.python_version()}, {versions}."
+        f"{os.getloadavg()[0]:.0f}); Python {platform.python_version()}, {', '.join(versions)}."
     )
 
 

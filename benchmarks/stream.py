@@ -9,10 +9,7 @@ imports. Resident memory includes mapped pages: the 64 MiB of each dataset whose
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
-import platform
 import resource
 import subprocess
 import sys
@@ -23,8 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import ROOT, command_line, commit
-from megatron_llama.devices.processor import processor
+from benchmarks.results import ROOT, command_line, conditions
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import markdown_table, short_count
@@ -92,9 +88,7 @@ def make_datasets(folder: Path, total: int) -> tuple[int, list[Any]]:
 
 
 def _heading(args: argparse.Namespace, documents: int) -> Iterator[str]:
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("numpy", "torch", "megatron-core"))
-    cpu = processor().get("model name", platform.machine())
-    yield f"{datetime.date.today()}, commit {commit()}, {cpu}, Python {platform.python_version()}, {versions}."
+    yield conditions(("numpy", "torch", "megatron-core"))
     yield f"`{command_line()}`"
     yield ""
     yield (

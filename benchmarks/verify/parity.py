@@ -8,13 +8,11 @@ Takes about twenty minutes on two cores. The table of exact mode comes from `pyt
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.help_format import HelpFormatter
-from benchmarks.results import commit
+from benchmarks.results import conditions
 from megatron_llama.system.errors import run_main
 from megatron_llama.system.tables import markdown_table
 
@@ -44,10 +42,7 @@ def main() -> int:
     from tests.oracle import TOLERANCE, oracle, run_layout, worst
 
     exact = exact_results(args.exact.read_text(encoding="utf-8")) if args.exact is not None else None
-    print(
-        f"{platform.machine()}, Python {platform.python_version()}, torch {version('torch')}, "
-        f"megatron-core {version('megatron-core')}, commit {commit()}, `python -m benchmarks.verify.parity`\n"
-    )
+    print(f"{conditions()} `python -m benchmarks.verify.parity`\n")
     print("\n".join(markdown_table((*COLUMNS, *(["exact"] * (exact is not None))), [])))
     failed = False
     for name, ranks, layout, model in (row for row in LAYOUTS if any(text in row[0] for text in args.rows)):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import platform
 import resource
 import shutil
 import subprocess
@@ -22,14 +21,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.help_format import HelpFormatter
-from benchmarks.results import ROOT, commit
-from megatron_llama.devices.processor import processor
+from benchmarks.results import ROOT, conditions
 from megatron_llama.system.errors import run_main
 from megatron_llama.system.files import read_json
+from megatron_llama.system.progress import ProgressBar
 from megatron_llama.system.tables import gib, markdown_table
 from megatron_llama.tools.settings import TuneConfig
 from megatron_llama.tools.tune import objectives
@@ -72,10 +70,9 @@ def main() -> int:
             tuner = Tuner(request.config, fixed_settings(request.config, list(request.overrides)), request.target)
             every = tuner.enumerate(memory_factor=0.0).candidates
             measured = exhaustive(every, request.tune, folder)
-            chosen = by_key(every, best_of_journal(folder / "tuner" / "trials.json"))
-            best = min(
-                (each for each in every if measured[each.key].status == DONE), key=lambda e: seconds(measured, e)
-            )
+            key = best_of_journal(folder / "tuner" / "trials.json")
+            chosen = next(each for each in every if each.key == key)
+            best = min(every, key=lambda each: seconds(measured, each))
             pairs = alternately([chosen, best], request.tune, folder) if chosen is not best else []
         lines = report(arguments, limit, every, measured, (chosen, best), pairs, tuned_seconds, begun)
     finally:
@@ -85,48 +82,43 @@ def main() -> int:
     sys.stdout.write(text)
     if arguments.out:
         arguments.out.write_text(text, encoding="utf-8")
-    return int(not within(pairs))
+    return int(loss(pairs) > WITHIN)
 
 
 @contextlib.contextmanager
 def limited(size: int) -> Iterator[str]:
     """Limit the memory of this process and its children to ``size`` bytes; yield a description of the limit."""
-    group = None
-    for tree, name in (("memory", "memory.limit_in_bytes"), (".", "memory.max")):
-        folder = Path("/sys/fs/cgroup") / tree / f"prove_tuner_{os.getpid()}"
+    for tree, file, number in (("memory", "memory.limit_in_bytes", 1), (".", "memory.max", 2)):
+        group = Path("/sys/fs/cgroup") / tree / f"prove_tuner_{os.getpid()}"
         try:
-            folder.mkdir()
-            (folder / name).write_text(str(size))
-            (folder / "cgroup.procs").write_text(str(os.getpid()))
-            group = folder
-            break
+            group.mkdir()
+            (group / file).write_text(str(size))
+            (group / "cgroup.procs").write_text(str(os.getpid()))
         except OSError:
             with contextlib.suppress(OSError):
-                folder.rmdir()
-    if group is None:
-        resource.setrlimit(resource.RLIMIT_AS, (TORCH_MAPS + size, TORCH_MAPS + size))
-        yield f"ulimit -v: {gib(size)} plus {gib(TORCH_MAPS)} that torch maps"
-        return
-    try:
-        version_number = 1 if group.parent.name == "memory" else 2
-        yield f"a cgroup (v{version_number}) of {gib(size)}"
-    finally:
-        (group.parent / "cgroup.procs").write_text(str(os.getpid()))
-        for _ in range(50):  # killed processes may not have ended yet
-            with contextlib.suppress(OSError):
                 group.rmdir()
-                break
-            time.sleep(0.1)
+            continue
+        try:
+            yield f"a cgroup (v{number}) of {gib(size)}"
+        finally:
+            (group.parent / "cgroup.procs").write_text(str(os.getpid()))
+            for _ in range(50):  # killed processes may not have ended yet
+                with contextlib.suppress(OSError):
+                    group.rmdir()
+                    break
+                time.sleep(0.1)
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (TORCH_MAPS + size, TORCH_MAPS + size))
+    yield f"ulimit -v: {gib(size)} plus {gib(TORCH_MAPS)} that torch maps"
 
 
 def exhaustive(every: list[Candidate], tune: TuneConfig, folder: Path) -> dict[str, TrialOutcome]:
     """Run all candidates one after another; return the outcomes by key."""
     outcomes: dict[str, TrialOutcome] = {}
-    begun = time.monotonic()
-    for number, each in enumerate(every, 1):
-        outcomes[each.key] = run_trial(each, WORDS, tune, folder / "trial", None, 1)
-        left = (time.monotonic() - begun) / number * (len(every) - number)
-        sys.stderr.write(f"{number} of {len(every)}, {left:.0f} s left: {each.key}: {outcomes[each.key]}\n")
+    with ProgressBar("candidates", "trials", len(every)) as bar:
+        for number, each in enumerate(every, 1):
+            outcomes[each.key] = run_trial(each, WORDS, tune, folder / "trial", None, 1)
+            bar.show(number, f"{each.key}: {outcomes[each.key]}")
     return outcomes
 
 
@@ -142,11 +134,6 @@ def best_of_journal(path: Path) -> str:
     """Return the settings that the tuner chose: the fastest trial."""
     trials = [each for each in read_json(path)["trials"] if each["outcome"]["status"] == DONE]
     return str(min(trials, key=lambda each: each["outcome"]["seconds"])["settings"])
-
-
-def by_key(every: list[Candidate], key: str) -> Candidate:
-    """Return the candidate with the key ``key``."""
-    return next(each for each in every if each.key == key)
 
 
 def seconds(measured: dict[str, TrialOutcome], each: Candidate) -> float:
@@ -165,11 +152,6 @@ def loss(pairs: list[tuple[float, float]]) -> float:
     return ours / best - 1
 
 
-def within(pairs: list[tuple[float, float]]) -> bool:
-    """Return whether the slowdown is at most 5 %."""
-    return loss(pairs) <= WITHIN
-
-
 def report(
     arguments: argparse.Namespace,
     limit: str,
@@ -182,21 +164,19 @@ def report(
 ) -> list[str]:
     """Return the lines of the page."""
     chosen, best = both
-    model = processor().get("model name", platform.machine())
     failed = [each for each in every if measured[each.key].status == MEMORY]
     command = f"python -m benchmarks.verify.tuner --memory {arguments.memory} --trials {arguments.trials}"
-    lines = [f"# The tuner under a memory limit, compared with all candidates, {time.strftime('%Y-%m-%d')}", ""]
+    lines = ["# The tuner under a memory limit, compared with all candidates", ""]
     lines += [f"    {command} --steps {arguments.steps}", ""]
     lines += [
-        f"{model}, {len(os.sched_getaffinity(0))} cores; torch {version('torch')}, megatron-core "
-        f"{version('megatron-core')}; commit {commit()}.",
+        conditions(),
         f"Limit: {limit}. `{' '.join(WORDS)}`: {len(every)} valid candidates; {len(failed)} of them ran out of memory.",
         "",
         f"The tuner took {tuned_seconds:.0f} s; tuner and all candidates took {time.monotonic() - begun:.0f} s.",
         f"The tuner chose `{chosen.key}`; the best candidate is `{best.key}`.",
         f"In single runs, the choice is slower by {seconds(measured, chosen) / seconds(measured, best) - 1:.1%}. "
         f"Pairs: {', '.join(f'{one:.3f} / {other:.3f} s' for one, other in pairs) or 'not needed'}. Fastest runs: "
-        f"**{loss(pairs):+.1%}** ({'within' if within(pairs) else 'NOT within'} 5 %).",
+        f"**{loss(pairs):+.1%}** ({'within' if loss(pairs) <= WITHIN else 'NOT within'} 5 %).",
         "",
     ]
     rows = []
