@@ -77,9 +77,8 @@ class Analysis:
 
     def identity(self) -> dict[str, Any]:
         """Return the options that must match to resume an analysis."""
-        facts = dataset_facts(self.prefix)
-        saved = {"metric": self.metric, "seq_length": self.seq_length, "units": self.units, "shard": self.shard}
-        return {**saved, "dataset": facts}
+        options = {"metric": self.metric, "seq_length": self.seq_length, "units": self.units, "shard": self.shard}
+        return {**options, "dataset": dataset_facts(self.prefix)}
 
     @property
     def work(self) -> Path:
@@ -96,8 +95,8 @@ class Analysis:
 
     def missing(self, kind: str) -> list[int]:
         """Return the unfinished shards."""
-        done = {path.name for path in self.work.glob(f"{kind}-*.npy")}
-        return [shard for shard in range(self.shards) if self.file(kind, shard).name not in done]
+        done = {*self.work.glob(f"{kind}-*.npy")}
+        return [shard for shard in range(self.shards) if self.file(kind, shard) not in done]
 
 
 def open_analysis(prefix: str, metric: str, name: str | None, seq_length: int | None, output: str | None) -> Analysis:
@@ -118,8 +117,7 @@ def open_analysis(prefix: str, metric: str, name: str | None, seq_length: int | 
         raise UserError(
             f"{prefix} has {dataset.index.tokens():,} tokens, fewer than one sequence: write a smaller --seq-length"
         )
-    tokens = dataset.index.tokens() / units
-    shard = max(1, int(SHARD_TOKENS / tokens))
+    shard = max(1, int(SHARD_TOKENS / (dataset.index.tokens() / units)))
     return Analysis(prefix, metric, name, seq_length, index_folder(prefix, name, seq_length, output), units, shard)
 
 
@@ -130,13 +128,12 @@ def load_function(path: str) -> Callable[[np.ndarray], float]:
         raise UserError(f"--metric {path}: write {RARITY}, {LENGTH}, or package.module.function")
     sys.path.append(os.getcwd())
     try:
-        function = getattr(importlib.import_module(module), name)
+        function: Callable[[np.ndarray], float] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise UserError(f"--metric {path} cannot be imported: {error}") from None
     if not callable(function):
         raise UserError(f"--metric {path} is not a function")
-    saved: Callable[[np.ndarray], float] = function
-    return saved
+    return function
 
 
 def document_length(dataset: IndexedDataset, unit: int, seq_length: int | None) -> float:
@@ -160,42 +157,37 @@ def rarity(table: np.ndarray, ids: np.ndarray) -> float:
     return float(int(table[ids].sum()))
 
 
-def count_shard(analysis: Analysis, shard: int) -> int:
-    """Count the ids in a shard; return its number of tokens."""
+def count_shard(analysis: Analysis, shard: int) -> None:
+    """Count the ids in a shard."""
     dataset, units = IndexedDataset(analysis.prefix), _units(analysis, shard)
     if analysis.seq_length is not None:
         tokens = dataset.tokens[units[0] * analysis.seq_length : (units[-1] + 1) * analysis.seq_length]
     else:
         tokens = np.concatenate([dataset.sequence(unit) for unit in units])
     _save(analysis.file(COUNTS, shard), np.bincount(tokens))
-    return len(tokens)
 
 
-def measure_shard(analysis: Analysis, shard: int) -> int:
-    """Compute the metric of each unit of a shard; return its number of tokens."""
-    dataset, length = IndexedDataset(analysis.prefix), analysis.seq_length
-    if analysis.metric == LENGTH:
+def measure_shard(analysis: Analysis, shard: int) -> None:
+    """Compute the metric of each unit of a shard."""
+    dataset, length, metric = IndexedDataset(analysis.prefix), analysis.seq_length, analysis.metric
+    if metric == LENGTH:
         values = [document_length(dataset, unit, length) for unit in _units(analysis, shard)]
     else:
-        if analysis.metric == RARITY:
-            function: Callable[[np.ndarray], float] = partial(rarity, np.load(analysis.work / TABLE))
-        else:
-            function = load_function(analysis.metric)
-        values = []
-        for unit in _units(analysis, shard):
-            value = function(read_unit(dataset, unit, length))
-            try:
-                values.append(float(value))
-            except (TypeError, ValueError):
-                raise UserError(
-                    f"--metric {analysis.metric} returned {value!r} for sample {unit:,}: return a number"
-                ) from None
-            if not math.isfinite(values[-1]):
-                raise UserError(
-                    f"--metric {analysis.metric} returned {value} for sample {unit:,}: return a finite number"
-                )
+        function = partial(rarity, np.load(analysis.work / TABLE)) if metric == RARITY else load_function(metric)
+        units = _units(analysis, shard)
+        values = [_checked(function(read_unit(dataset, unit, length)), metric, unit) for unit in units]
     _save(analysis.file(VALUES, shard), np.array(values, dtype=np.float64))
-    return len(values) * (length or 1)
+
+
+def _checked(value: Any, metric: str, unit: int) -> float:
+    """Return a metric's value as a float. Raises UserError if it is not a finite number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise UserError(f"--metric {metric} returned {value!r} for sample {unit:,}: return a number") from None
+    if not math.isfinite(number):
+        raise UserError(f"--metric {metric} returned {value} for sample {unit:,}: return a finite number")
+    return number
 
 
 def _units(analysis: Analysis, shard: int) -> range:
@@ -268,32 +260,30 @@ def run(analysis: Analysis, part: tuple[int, int], workers: int) -> bool:
 
 
 def _map(
-    analysis: Analysis, kind: str, work: Callable[[Analysis, int], int], part: tuple[int, int], workers: int
+    analysis: Analysis, kind: str, work: Callable[[Analysis, int], None], part: tuple[int, int], workers: int
 ) -> bool:
     """Compute a part's missing shards; return whether all shards of all parts are done."""
     number, count = part
     missing = [shard for shard in analysis.missing(kind) if shard % count == number - 1]
-    size = IndexedDataset(analysis.prefix).index.dtype.itemsize
-    total = IndexedDataset(analysis.prefix).index.tokens() * size
-    share = total / analysis.shards
-    of_part = len(range(number - 1, analysis.shards, count))
-    with PrepareProgress(int(of_part * share), int((of_part - len(missing)) * share)) as progress:
-        for done, _ in enumerate(_results(analysis, work, missing, workers), start=1):
-            progress.update(int((of_part - len(missing) + done) * share), int(done * share), int(done * share / size))
+    index = IndexedDataset(analysis.prefix).index
+    share = index.tokens() * index.dtype.itemsize / analysis.shards
+    shards = len(range(number - 1, analysis.shards, count))
+    with PrepareProgress(int(shards * share), int((shards - len(missing)) * share)) as progress:
+        for done, _ in enumerate(_results(partial(work, analysis), missing, workers), start=1):
+            size = int(done * share)
+            progress.update(int((shards - len(missing)) * share) + size, size, size // index.dtype.itemsize)
     return not analysis.missing(kind)
 
 
-def _results(
-    analysis: Analysis, work: Callable[[Analysis, int], int], shards: Sequence[int], workers: int
-) -> Iterator[int]:
-    """Yield the tokens of each shard as forked workers finish it."""
+def _results(work: Callable[[int], None], shards: Sequence[int], workers: int) -> Iterator[None]:
+    """Yield as forked workers finish each shard."""
     if workers == 1 or len(shards) < 2:
-        yield from (work(analysis, shard) for shard in shards)
+        yield from map(work, shards)
         return
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(min(workers, len(shards)), context, start_worker, (os.getpid(),))
     try:
-        yield from pool.map(partial(work, analysis), shards)
+        yield from pool.map(work, shards)
     except BrokenProcessPool:
         raise MachineError("a worker was killed. Finished shards are saved: rerun the same command to resume") from None
     finally:

@@ -167,7 +167,7 @@ def _peak_resident_bytes(result: ProgramResult) -> int:
 def _result_from_json(fields: dict[str, Any]) -> ProgramResult:
     task = TrainingTask.from_fields(fields["task"])
     turns = [TurnMeasurement(**turn) for turn in fields["turns"]]
-    starts = [StartupTime(**start) for start in fields["starts"]]
+    starts = [StartupTime(start["seconds"], start["graphs"]) for start in fields["starts"]]
     facts = Facts(**fields["facts"])
     return ProgramResult(**{**fields, "task": task, "facts": facts, "starts": starts, "turns": turns})
 

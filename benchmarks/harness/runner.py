@@ -89,8 +89,6 @@ class StartupTime:
     """Time from a program's start to the end of its first step, in seconds."""
 
     seconds: float
-    parts: dict[str, float]
-    """Seconds of each phase, by the mark at its end."""
     graphs: int
     """Compiled graphs, without cache hits."""
 
@@ -138,10 +136,7 @@ class RunningProgram:
             self._end(now=True)
             raise
         self.facts, self.first_loss = Facts(**ready["facts"]), float(ready["loss"])
-        marks = {"start": self.task.started, **ready["marks"]}
-        moments = sorted(marks.items(), key=lambda mark: mark[1])
-        parts = {name: moment - earlier for (_, earlier), (name, moment) in zip(moments, moments[1:], strict=False)}
-        self.start = StartupTime(marks["first_step"] - self.task.started, parts, ready["graphs"])
+        self.start = StartupTime(ready["time"] - self.task.started, ready["graphs"])
 
     def _start(self, peer: Peer, python: Path, task: TrainingTask) -> dict[str, Any]:
         """Start the program; return its report after the first step."""

@@ -54,16 +54,9 @@ def read_task() -> TrainingTask:
     return task
 
 
-def serve(
-    task: TrainingTask, build: Callable[[], Trainer], ranks: Ranks | None = None, marks: dict[str, float] | None = None
-) -> None:
-    """Report the first step, then serve requests until a request has 0 steps. All ranks call it.
-
-    Args:
-        marks: times of phases of the start, in seconds since the epoch, to include in the report.
-    """
+def serve(task: TrainingTask, build: Callable[[], Trainer], ranks: Ranks | None = None) -> None:
+    """Report the first step, then serve requests until a request has 0 steps. All ranks call it."""
     ranks = ranks or Ranks()
-    marks = {"imports": time.time(), **(marks or {})}
     connection = Client(task.address) if ranks.is_first else None
 
     def receive() -> Any:
@@ -71,11 +64,9 @@ def serve(
         return json.loads(connection.recv_bytes())
 
     trainer = build()
-    marks["built"] = time.time()
     loss = trainer.step(1)
     _synchronize(task)
-    marks["first_step"] = time.time()
-    ready = {"facts": asdict(trainer.facts), "loss": loss, "graphs": _new_graphs(), "marks": marks}
+    ready = {"facts": asdict(trainer.facts), "loss": loss, "graphs": _new_graphs(), "time": time.time()}
     step = 1
     while True:
         if connection is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -137,9 +136,8 @@ class OurTrainer:
         return self.steps.run(number)
 
 
-def train_rank(task: TrainingTask, marks: dict[str, float], plan: Plan) -> None:
+def train_rank(task: TrainingTask, plan: Plan) -> None:
     """Build and serve one rank; the entry point of each rank."""
-    marks = {**marks, "ranks started": time.time()}
     rank = int(os.environ["RANK"])
     topology, (device, torch_device) = plan.topology(rank), open_device(plan)
     with process_groups(plan, topology, device, torch_device):
@@ -147,12 +145,10 @@ def train_rank(task: TrainingTask, marks: dict[str, float], plan: Plan) -> None:
         device.seed(plan.config.trainer.seed)
         model = build_model(plan, topology, device, torch_device)
         optimizer = build_optimizer(plan, model)
-        data, batches = (
-            build_data(plan, topology, torch_device),
-            TaskBatches(task, plan, topology.place["dp"], torch_device),
-        )
+        data = build_data(plan, topology, torch_device)
+        batches = TaskBatches(task, plan, topology.place["dp"], torch_device)
         with open_steps(plan, topology, model, optimizer, data, batches) as steps:
-            serve(task, lambda: OurTrainer(task, plan, model, steps, ranks), ranks, marks)
+            serve(task, lambda: OurTrainer(task, plan, model, steps, ranks), ranks)
 
 
 def main() -> int:
@@ -160,10 +156,10 @@ def main() -> int:
     # By this module's name: spawned ranks cannot import __main__.
     from benchmarks.peers.train_ours import train_rank
 
-    task, marks = TrainingTask.from_json(sys.argv[1]), {"imports": time.time()}
+    task = TrainingTask.from_json(sys.argv[1])
     os.environ["OMP_NUM_THREADS"] = str(max(1, task.threads // task.layout.ranks))
     with tempfile.TemporaryDirectory() as folder:
-        return launch(overrides(task, str(Path(folder) / "run")), partial(train_rank, task, marks))
+        return launch(overrides(task, str(Path(folder) / "run")), partial(train_rank, task))
 
 
 if __name__ == "__main__":

@@ -197,9 +197,9 @@ def _template_key(name: str) -> str:
 
 def _prepare_once(records: RecordFile, data: DataConfig, quiet: bool) -> None:
     """Prepare the dataset unless it exists. A lock lets one process do it; others wait."""
+    note = (lambda _: None) if quiet else _report
     if records.folder.is_dir():
-        if not quiet:
-            _report(f"{records.path}: using the prepared dataset in {records.folder}")
+        note(f"{records.path}: using the prepared dataset in {records.folder}")
         return
     cache = records.folder.parent
     try:
@@ -207,12 +207,10 @@ def _prepare_once(records: RecordFile, data: DataConfig, quiet: bool) -> None:
         with (cache / f".{records.folder.name}.lock").open("a") as lock:
             locked = try_lock(lock)
             if locked is False:
-                if not quiet:
-                    _report(f"{records.path}: another run is preparing it; waiting")
+                note(f"{records.path}: another run is preparing it; waiting")
                 wait_for_lock(lock)
             if records.folder.is_dir():
-                if not quiet:
-                    _report(f"{records.path}: prepared by another run in {records.folder}")
+                note(f"{records.path}: prepared by another run in {records.folder}")
                 return
             if locked is not None:  # with the lock, these are leftovers of killed runs
                 for rest in cache.glob(f".{records.folder.name}.partial.*"):

@@ -374,10 +374,10 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Turns]] = {
 
 # Split a JSON array (as ShareGPT and Alpaca are published) into one element per line.
 #
-# The scanner only separates strings from brackets, chunk by chunk, in constant memory. Parsing validates the JSON.
+# Only strings and brackets are separated, chunk by chunk, in constant memory. Parsing validates the JSON.
 
-_OUTSIDE = re.compile(rb'["\[\]{},]|\s+')
-_INSIDE = re.compile(rb'["\\\n]')
+_OUTSIDE, _INSIDE = re.compile(rb'["\[\]{},]|\s+'), re.compile(rb'\\.?|["\n]', re.DOTALL)
+"""Marks outside and inside a string. A backslash at the end of a chunk escapes the first byte of the next one."""
 
 
 def element_lines(path: str, chunks: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
@@ -386,72 +386,36 @@ def element_lines(path: str, chunks: Iterator[tuple[bytes, int]]) -> Iterator[tu
     Raises:
         UserError: The array is truncated, or other content follows it.
     """
-    scanner = _JsonScanner(path)
-    first = True
-    for chunk, position in chunks:
-        lines = scanner.feed(chunk.removeprefix(BOM) if first else chunk)
-        first = False
-        if lines:
-            yield lines, position
-    if scanner.depth or not scanner.begun:
-        raise UserError(f"{path} is truncated: its JSON array has no end. Download it again, or remove it from --input")
-
-
-class _JsonScanner:
-    """State of the scan at the end of the last chunk."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.depth = 0  # number of open brackets and braces
-        self.begun = self.in_string = self.escaped = False
-
-    def feed(self, chunk: bytes) -> bytes:
-        """Return the lines of the next chunk."""
-        output: list[bytes] = []
-        offset = 0
+    depth = 0  # number of open brackets and braces
+    has_begun = in_string = escaped = False
+    for number, (chunk, position) in enumerate(chunks):
+        chunk = chunk if number else chunk.removeprefix(BOM)
+        output, offset = [chunk[:escaped].replace(b"\n", b"\r")], int(escaped)
+        escaped = False
         while offset < len(chunk):
-            offset = self._inside(chunk, offset, output) if self.in_string else self._outside(chunk, offset, output)
-        return b"".join(output)
-
-    def _inside(self, chunk: bytes, offset: int, output: list[bytes]) -> int:
-        """Scan inside a string. A raw line feed, invalid in JSON strings, becomes an equally invalid CR."""
-        if self.escaped:
-            self.escaped = False
-            output.append(chunk[offset : offset + 1].replace(b"\n", b"\r"))
-            return offset + 1
-        match = _INSIDE.search(chunk, offset)
-        if match is None:
-            output.append(chunk[offset:])
-            return len(chunk)
-        output.append(chunk[offset : match.end()].replace(b"\n", b"\r"))
-        self.in_string, self.escaped = match[0] != b'"', match[0] == b"\\"
-        return match.end()
-
-    def _outside(self, chunk: bytes, offset: int, output: list[bytes]) -> int:
-        """Scan outside strings up to the next mark."""
-        match = _OUTSIDE.search(chunk, offset)
-        start, end = match.span() if match else (len(chunk), len(chunk))
-        mark = chunk[start:end]
-        if self.depth == 0:
-            if start > offset or not (mark.isspace() or (mark == b"[" and not self.begun)):
-                raise UserError(f"{self.path}: content follows the JSON array. Write one array, or one record per line")
-            if mark == b"[":
-                self.depth, self.begun = 1, True
-            return end
-        output.append(chunk[offset:start])
-        if mark == b'"':
-            self.in_string = True
-        elif mark in (b"[", b"{"):
-            self.depth += 1
-        elif mark in (b"]", b"}"):
-            self.depth -= 1
-        if self.depth == 0 and mark == b"}":
-            raise UserError(f"{self.path} is not a valid JSON array: brackets do not match")
-        if self.depth == 0 or (self.depth == 1 and mark == b","):
-            output.append(b"\n")
-        else:
-            output.append(b" " if mark.isspace() else mark)
-        return end
+            match = (_INSIDE if in_string else _OUTSIDE).search(chunk, offset)
+            start, end = match.span() if match else (len(chunk), len(chunk))
+            text, mark, offset = chunk[offset:start], chunk[start:end], end
+            if in_string:  # a raw line feed, invalid in JSON strings, becomes an equally invalid CR
+                output += (text, mark.replace(b"\n", b"\r"))
+                in_string, escaped = mark != b'"', mark == b"\\"
+                continue
+            if depth == 0:
+                if text or not (mark.isspace() or (mark == b"[" and not has_begun)):
+                    raise UserError(f"{path}: content follows the JSON array. Write one array, or one record per line")
+                if mark == b"[":
+                    depth, has_begun = 1, True
+                continue
+            in_string = mark == b'"'
+            depth += (mark in (b"[", b"{")) - (mark in (b"]", b"}"))
+            if depth == 0 and mark == b"}":
+                raise UserError(f"{path} is not a valid JSON array: brackets do not match")
+            ends_element = depth == 0 or (depth == 1 and mark == b",")
+            output += (text, b"\n" if ends_element else b" " if mark.isspace() else mark)
+        if lines := b"".join(output):
+            yield lines, position
+    if depth or not has_begun:
+        raise UserError(f"{path} is truncated: its JSON array has no end. Download it again, or remove it from --input")
 
 
 # Parse one JSON line to its text.
@@ -460,18 +424,6 @@ class _JsonScanner:
 # Megatron's preprocessing (such as NaN in metadata) and reports the exact error.
 
 BOM = b"\xef\xbb\xbf"
-# Reasons of bad lines. "line_too_long" is detected before parsing.
-REASONS = {
-    "bad_utf8": "the line is not UTF-8",
-    "bad_json": "the line is not one JSON value",
-    "not_an_object": "the record is not a JSON object",
-    "missing_text": "the record has no text under the key",
-    "null_text": "the text is null",
-    "text_not_a_string": "the text is not a string",
-    "lone_surrogate": "the text contains half of a surrogate pair",
-    "line_too_long": "the line is longer than --max-line-mib",
-}
-
 loads: Callable[[bytes], Any]
 _fast_dumps: Callable[[Any], bytes] | None = None
 try:

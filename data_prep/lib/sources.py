@@ -92,10 +92,10 @@ def inspect(path: str, text_suffixes: tuple[str, ...]) -> Source:
     """
     try:
         status = os.stat(path)
-        pipe = store_pipe(path) if is_pipe(status) else None
-        if pipe is None and not stat.S_ISREG(status.st_mode):
+        copy, digest = store_pipe(path) if is_pipe(status) else (None, 0)
+        if copy is None and not stat.S_ISREG(status.st_mode):
             raise UserError(f"{path} is not a file, a folder or a pipe")
-        with open(pipe.path if pipe else path, "rb") as file:
+        with open(copy or path, "rb") as file:
             status = os.fstat(file.fileno())
             head = file.read(_HEAD_BYTES)
     except OSError as error:
@@ -105,9 +105,7 @@ def inspect(path: str, text_suffixes: tuple[str, ...]) -> Source:
         raise UserError(f"{path} is {unsupported}")
     compression = compression_of(head)
     kind = _kind(path, head, compression, text_suffixes)
-    source = Source(path, status.st_size, status.st_mtime_ns, compression, kind)
-    if pipe is not None:
-        source = replace(source, mtime_ns=pipe.identity, stored_at=pipe.path)
+    source = Source(path, status.st_size, digest or status.st_mtime_ns, compression, kind, stored_at=copy)
     if kind in ("parquet", "arrow"):
         source = replace(source, in_parts=max(part_sizes(source.file, kind), default=0) <= LARGEST_PART)
     return source
@@ -317,29 +315,20 @@ _open_pipes: list[IO[bytes]] = []
 """Kept open until this process and its workers end."""
 
 
-@dataclass(frozen=True)
-class PipeCopy:
-    """Temporary copy of a pipe's content."""
-
-    path: str
-    size: int
-    """Bytes."""
-    identity: int
-    """Digest of the content. It replaces a file's mtime, so a run with the same content resumes."""
-
-
 def is_pipe(status: os.stat_result) -> bool:
     """Whether the file can be read only once."""
     return stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode) or stat.S_ISCHR(status.st_mode)
 
 
-def store_pipe(path: str) -> PipeCopy:
-    """Copy a pipe to a temporary file in $TMPDIR.
+def store_pipe(path: str) -> tuple[str, int]:
+    """Copy a pipe to a temporary file in $TMPDIR; return the copy's path and a digest of its content.
+
+    The digest replaces a file's mtime, so that a run with the same content resumes.
 
     Raises:
         UserError: It is a terminal or another device, or the disk is full.
     """
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
     try:
         with open(path, "rb", buffering=0) as pipe:
             if stat.S_ISCHR(os.fstat(pipe.fileno()).st_mode):
@@ -349,13 +338,12 @@ def store_pipe(path: str) -> PipeCopy:
             while chunk := pipe.read(1 << 20):
                 file.write(chunk)
                 digest.update(chunk)
-                size += len(chunk)
             file.flush()
     except OSError as error:
         raise UserError(f"cannot copy the pipe {path} to {tempfile.gettempdir()}: {error.strerror}") from None
     _open_pipes.append(file)
     name = f"/proc/self/fd/{file.fileno()}" if isinstance(file.name, int) else file.name
-    return PipeCopy(name, size, int(digest.hexdigest()[:15], 16))
+    return name, int(digest.hexdigest()[:15], 16)
 
 
 # Split the lines of a fine-tuning dataset into files for training and validation.

@@ -1,4 +1,4 @@
-"""Turns of a conversation, and the reasons for which a record of a fine-tuning dataset is invalid.
+"""Turns of a conversation, their tools and calls, and errors of the records of fine-tuning datasets.
 
 data_prep/lib/records.py reads records. Lines of labeled tables become questions here.
 """
@@ -11,31 +11,6 @@ import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-# Reasons for counting invalid records, in addition to data_prep.lib.json_lines.REASONS.
-REASONS = {
-    "unknown_format": "the record's keys match no known format",
-    "bad_messages": "the turns are not a list of turns",
-    "ambiguous_record": "the record has two formats, such as messages and prompt/completion",
-    "unknown_role": "a turn's role is not system, user, assistant or tool",
-    "bad_label": "an answer's label is not true or false",
-    "bad_weight": "a turn's weight is not 0 or 1",
-    "content_not_text": "a turn's content is not text (an image, a number, null)",
-    "empty_content": "a turn's content is empty or white space",
-    "tools_not_supported": "the record has tools or tool calls, which named templates do not support",
-    "bad_tools": "the tools or calls of the record are not functions in JSON",
-    "equal_answers": "the chosen answer equals the rejected one",
-    "rejected_answer": "the record marks its answer as bad (TRL's KTO: label is false)",
-    "broken_record": "reading the record failed unexpectedly",
-    "no_assistant_turn": "the record has no answer to learn",
-    "bad_columns": "the line and the header have different numbers of columns",
-    "unknown_label": "the template has no such label",
-    "control_token": "a turn's text contains a control token of the tokenizer",
-    "template_refuses": "the chat template rejects the conversation",
-    "template_omits": "the chat template omits the text of a turn",
-    "too_long": "the example has more tokens than a sequence",
-    "answer_cut_off": "the truncated example has no token of the answer",
-}
 
 
 @dataclass(frozen=True)
@@ -110,7 +85,7 @@ NO_CONTEXT = TemplateContext()
 
 
 class RecordError(Exception):
-    """Invalid line or record; ``reason`` is a key of REASONS, here or in json_lines."""
+    """Invalid line or record; docs/guides/data/data.md and sft_data.md list the reasons, which manifests count."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)

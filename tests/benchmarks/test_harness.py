@@ -84,8 +84,7 @@ def result(peer: str, seconds: list[float], live_bytes: int, **changed: Any) -> 
         TurnMeasurement([second], 2 * second, 10 * live_bytes + number, 1000.0 if number == 0 else 2000.0, 6.9)
         for number, second in enumerate(seconds)
     ]
-    starts = [StartupTime(30.0, {"imports": 5.0, "built": 1.0, "first_step": 24.0}, graphs=2)]
-    starts += [StartupTime(8.0, {"imports": 5.0, "built": 1.0, "first_step": 2.0}, graphs=0)]
+    starts = [StartupTime(30.0, graphs=2), StartupTime(8.0, graphs=0)]
     return ProgramResult(program_name(peer, task), task, FACTS, FIRST_LOSS, starts, turns, live_bytes)
 
 
@@ -157,7 +156,7 @@ def test_turns_begin_with_an_untimed_step(monkeypatch: pytest.MonkeyPatch, tmp_p
     trained: list[tuple[str, int]] = []
 
     class Recorded:
-        facts, first_loss, start = None, 0.0, StartupTime(1.0, {}, 0)
+        facts, first_loss, start = None, 0.0, StartupTime(1.0, 0)
 
         def __init__(self, peer: Peer, python: Path, task: TrainingTask) -> None:
             self.name, self.task = peer.name, task
