@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,10 @@ import numpy as np
 import pytest
 import sentencepiece
 
+from data_prep.lib.blocks import BlockPosition, Slots, cut_blocks, segment_lines
 from data_prep.lib.dataset import read_manifest
+from data_prep.lib.input_files import find_sources
+from data_prep.lib.sources import Source, read_lines
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.system.errors import run_main
 from megatron_llama.text.loss_spans import TextSpan
@@ -185,6 +188,31 @@ def output_of(done: subprocess.CompletedProcess[str]) -> str:
     """Assert exit status 0; return stdout."""
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def cut_lines(
+    sources: Sequence[Source], begin: BlockPosition, size: int, until: BlockPosition | None = None
+) -> Iterator[tuple[list[bytes], BlockPosition]]:
+    """Yield the lines and the end of each segment, for blocks of ``size`` bytes."""
+    slots, most = Slots(1000, size), 1 << 20
+    for block in cut_blocks(sources, begin, slots, most, size, until):
+        for one in block.segments:
+            yield segment_lines(one, sources[one.source], slots, most), BlockPosition(one.source, one.end)
+
+
+def check_block_ends(path: Path, sizes: Iterable[int]) -> list[bytes]:
+    """Assert that the end of each block of each size is a position to resume from; return the lines of the file."""
+    sources = find_sources([str(path)]).sources
+    expected, ends = list(read_lines(sources[0])), set[BlockPosition]()
+    for size in sizes:
+        done = 0
+        for lines, end in cut_lines(sources, BlockPosition(), size):
+            done += len(lines)
+            assert sum((rest for rest, _ in cut_lines(sources, end, size)), []) == expected[done:], (size, end)
+            ends.add(end)
+        assert done == len(expected)
+    assert len(ends) > 1
+    return expected
 
 
 def chat_line(*turns: tuple[str, Any]) -> str:

@@ -23,6 +23,7 @@ from data_prep.lib.input_files import find_sources
 from data_prep.lib.sources import read_lines
 from megatron_llama.system.errors import UserError
 from tests.data_prep.helpers import (
+    check_block_ends,
     command,
     listing,
     manifest,
@@ -106,29 +107,10 @@ def test_each_format_gives_the_same_dataset(tmp_path: Path, make: Make, tokenize
 @pytest.mark.parametrize("kind", ["parquet", "arrow stream", "csv"])
 def test_every_block_end_is_a_resume_position(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest after each block's end is complete, also for Parquet with a single row group or none."""
-    from data_prep.lib.blocks import BlockPosition, Slots, cut_blocks, segment_lines
-
     path = WRITERS[kind](tmp_path)
-    expected = list(read_lines(find_sources([str(path)]).sources[0]))
-    assert [json.loads(line)["text"] for line in expected] == TEXTS
-
-    def lines_from(position: BlockPosition, size: int) -> list[tuple[BlockPosition, list[bytes]]]:
-        slots, inputs = Slots(1000, size), find_sources([str(path)]).sources
-        return [
-            (BlockPosition(one.source, one.end), segment_lines(one, inputs[one.source], slots, 1 << 20))
-            for block in cut_blocks(inputs, position, slots, 1 << 20, size)
-            for one in block.segments
-        ]
-
     for largest in (sources.LARGEST_PART, 1):
         monkeypatch.setattr(sources, "LARGEST_PART", largest)
-        for size in (100, 3000, 1 << 20):
-            segments, done = lines_from(BlockPosition(), size), 0
-            assert len(segments) > 1 or size == 1 << 20
-            for position, lines in segments:
-                done += len(lines)
-                rest = [line for _, more in lines_from(position, size) for line in more]
-                assert rest == expected[done:], (largest, size, position)
+        assert [json.loads(line)["text"] for line in check_block_ends(path, (100, 3000, 1 << 20))] == TEXTS
 
 
 def test_parquet_resumes_after_a_kill(tmp_path: Path, make: Make, tokenizer: Path) -> None:

@@ -10,7 +10,6 @@ import io
 import json
 import lzma
 import shutil
-import struct
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ import sentencepiece
 
 from data_prep import sft
 from data_prep.lib import records
-from data_prep.lib.blocks import BlockPosition, Slots, cut_blocks, segment_lines
 from data_prep.lib.input_files import find_sources
 from data_prep.lib.records import REPEATED_KEY, element_lines
 from data_prep.lib.sources import with_array
@@ -37,6 +35,7 @@ from tests.data_prep.helpers import (
     GOOD,
     Run,
     assert_refused,
+    check_block_ends,
     listing,
     manifest,
     output_of,
@@ -98,20 +97,7 @@ def test_every_block_size_gives_the_same_lines(tmp_path: Path, compression: str)
     data = b"\n".join([b"a", b"", b"bcd", b"e" * 30, b"f\r", b"", b"gh" * 7]) + b"\nlast without a feed"
     path = tmp_path / "a.jsonl"
     path.write_bytes({"plain": bytes, **PACKERS}[compression](data))
-    sources, expected = find_sources([str(path)]).sources, data.split(b"\n")
-
-    def lines_from(position: BlockPosition, size: int) -> Iterator[tuple[list[bytes], BlockPosition]]:
-        slots = Slots(1000, size)
-        for block in cut_blocks(sources, position, slots, 1000, size):
-            lines = [segment_lines(segment, sources[segment.source], slots, 1000) for segment in block.segments]
-            yield sum(map(list, lines), []), BlockPosition(block.segments[-1].source, block.segments[-1].end)
-
-    for size in range(1, len(data) + 2):
-        done, position = 0, BlockPosition()
-        for lines, end in [([], position), *lines_from(position, size)]:
-            done += len(lines)
-            assert sum((rest for rest, _ in lines_from(end, size)), []) == expected[done:], (size, end)
-        assert done == len(expected)
+    assert check_block_ends(path, range(1, len(data) + 2)) == data.split(b"\n")
 
 
 def test_folder_pattern_and_files_in_order(tmp_path: Path, check: Check) -> None:
@@ -419,24 +405,6 @@ def test_output_is_the_reference_byte_by_byte(tmp_path: Path, tokenizer: Path, e
     assert report["tokens"] * 2 == len(binary)
     assert report["tokenizer_sha256"] == hashlib.sha256(tokenizer.read_bytes()).hexdigest()
     assert report["sha256"] == {".bin": hashlib.sha256(binary).hexdigest(), ".idx": hashlib.sha256(index).hexdigest()}
-
-
-def test_index_bytes(tmp_path: Path) -> None:
-    """Expected bytes of three documents with 3, 0 and 2 tokens."""
-    (tmp_path / "lengths").write_bytes(struct.pack("<3i", 3, 0, 2))
-    file = io.BytesIO()
-    assert write_index(file, tmp_path / "lengths", token_dtype(32000)) == (2, 5)
-    expected = bytes.fromhex(
-        "4d4d49444944580000"  # MMIDIDX and two zeros
-        "0100000000000000"  # version 1
-        "08"  # uint16
-        "0200000000000000"  # sequences
-        "0400000000000000"  # document indices
-        "0300000002000000"  # lengths
-        "00000000000000000600000000000000"  # byte pointers
-        "0000000000000000010000000000000001000000000000000200000000000000"  # document indices; the empty one repeats
-    )
-    assert file.getvalue() == expected
 
 
 def test_megatron_core_writes_the_same_and_reads_ours(tmp_path: Path, preprocess: Run, tokenizer: Path) -> None:

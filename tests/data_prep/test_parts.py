@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import itertools
 import json
 import shutil
 import signal
@@ -15,11 +16,10 @@ from pathlib import Path
 import pytest
 
 from data_prep import preprocess, sft
-from data_prep.lib.blocks import Slots, cut_blocks, segment_lines
 from data_prep.lib.encoding_run import format_numbers, split_input
 from data_prep.lib.input_files import find_sources
 from megatron_llama.system.errors import MachineError, UserError
-from tests.data_prep.helpers import GOOD, listing, manifest, run_interrupted, some_texts, write_jsonl
+from tests.data_prep.helpers import GOOD, cut_lines, listing, manifest, run_interrupted, some_texts, write_jsonl
 
 Make = Callable[..., None]
 SUFFIXES = ("bin", "idx", "json", "quarantine.jsonl")
@@ -86,11 +86,8 @@ def test_each_line_is_in_exactly_one_part(tmp_path: Path) -> None:
     sources = find_sources([str(tmp_path)]).sources
     for count in range(1, sum(source.size for source in sources) + 3):
         lines: list[bytes] = []
-        for cut in split_input(sources, count):
-            slots = Slots(100, 20)
-            for block in cut_blocks(sources, cut.begin, slots, 1000, 20, cut.end):
-                for one in block.segments:
-                    lines += segment_lines(one, sources[one.source], slots, 1000)
+        for part in split_input(sources, count):
+            lines += itertools.chain.from_iterable(each for each, _ in cut_lines(sources, part.begin, 20, part.end))
         assert lines == 3 * data.split(b"\n"), count
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.lib.download import LLAMA_SHARES, shares
+from data_prep.lib.download import LLAMA_SHARES
 from data_prep.redpajama import DEFAULT_CONF
 from megatron_llama.system.files import try_lock
 from tests.data_prep.helpers import (
@@ -203,18 +203,6 @@ def test_prepare_normalizes_shares(tmp_path: Path, tokenizer: Path) -> None:
     conf = yaml.safe_load((tmp_path / "conf/redpajama.yaml").read_text())
     assert conf["prefixes"][0::2] == pytest.approx([4.5 / 7, 2.5 / 7], abs=1e-6)
     assert_refused(prepare(tmp_path, tokenizer, "--subsets", "gutenberg"), "gutenberg", "common_crawl")
-
-
-def test_shares_always_add_up_to_one() -> None:
-    names = list(LLAMA_SHARES)
-    for mask in range(1, 2 ** len(names)):
-        chosen = [name for bit, name in enumerate(names) if mask >> bit & 1]
-        result = shares(chosen)
-        assert sum(result.values()) == pytest.approx(1.0)
-        for first in chosen:
-            for second in chosen:
-                ratio = LLAMA_SHARES[first] / LLAMA_SHARES[second]
-                assert result[first] / result[second] == pytest.approx(ratio)
 
 
 def write_v2(folder: Path, count: int = 40, drop: int | None = None) -> list[str]:
