@@ -19,9 +19,9 @@ from megatron_llama.system.programs import commit as commit
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_program(program: str, *words: object, folder: Path = ROOT) -> None:
-    """Run one of the project's programs in ``folder``. Raises CalledProcessError."""
-    subprocess.run([sys.executable, str(ROOT / program), *map(str, words)], cwd=folder, check=True)
+def run_program(program: str, *words: object) -> None:
+    """Run one of the project's programs. Raises CalledProcessError."""
+    subprocess.run([sys.executable, program, *map(str, words)], cwd=ROOT, check=True)
 
 
 def command_line() -> str:

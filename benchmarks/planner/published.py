@@ -77,11 +77,9 @@ class ComparedRun:
         return self.run.row.get(column) or UNSTATED
 
 
-def compare_table(
-    rows: Iterable[Mapping[str, str]], constants: Mapping[str, float] | None = None
-) -> tuple[list[ComparedRun], Counter[str]]:
+def compare_table(rows: Iterable[Mapping[str, str]]) -> tuple[list[ComparedRun], Counter[str]]:
     """Predict each row: (compared rows, number of skipped rows by reason)."""
-    known, compared, skipped = constants or load_constants(), [], Counter[str]()
+    constants, compared, skipped = load_constants(), [], Counter[str]()
     for row in rows:
         try:
             run = read_run(row)
@@ -89,7 +87,7 @@ def compare_table(
             skipped[str(reason)] += 1
             continue
         try:
-            predicted = PublishedStep(run.job, run.device, known).step().total, predicted_memory(run)
+            predicted = PublishedStep(run.job, run.device, constants).step().total, predicted_memory(run)
         except ArithmeticError:  # tp leaves a matrix without rows
             skipped[DO_NOT_FIT] += 1
             continue

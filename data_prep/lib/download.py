@@ -43,6 +43,16 @@ class DownloadItem:
     path: Path
     sha256: str | None = None
 
+    @property
+    def part(self) -> Path:
+        """File of the bytes that are downloaded so far."""
+        return self.path.with_name(self.path.name + ".part")
+
+    @property
+    def note(self) -> Path:
+        """JSON file with the size and the validator (ETag or date) of the version that ``part`` belongs to."""
+        return self.path.with_name(self.path.name + ".part.json")
+
 
 def read_text(where: str) -> str:
     """Read text from a URL or a file.
@@ -91,23 +101,21 @@ def fetch_all(items: Sequence[DownloadItem], jobs: int, report: Callable[[str], 
 
 def _fetch(item: DownloadItem, stop: threading.Event) -> str:
     """Download one file; return its status."""
-    note = item.path.with_name(item.path.name + ".part.json")
-    part = item.path.with_name(item.path.name + ".part")
     if item.path.exists():
         if item.sha256 and sha256_file(item.path) != item.sha256:
             raise MachineError(f"{item.path} exists with a wrong sha256: remove it to download it again")
         return "already downloaded"
     try:
         item.path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(item, part):
+        with _locked(item):
             if item.path.exists():  # another process has just finished
                 return "already downloaded"
-            size = _fetch_part(item, part, note, stop)
-            if item.sha256 and sha256_file(part) != item.sha256:
-                part.unlink()
+            size = _fetch_part(item, stop)
+            if item.sha256 and sha256_file(item.part) != item.sha256:
+                item.part.unlink()
                 raise MachineError(f"{item.url}: the downloaded file has a wrong sha256 and was removed")
-            os.replace(part, item.path)
-            note.unlink(missing_ok=True)
+            os.replace(item.part, item.path)
+            item.note.unlink(missing_ok=True)
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
         raise MachineError(f"{item.url}: {getattr(error, 'reason', None) or error}") from None
     except OSError as error:
@@ -116,48 +124,48 @@ def _fetch(item: DownloadItem, stop: threading.Event) -> str:
 
 
 @contextlib.contextmanager
-def _locked(item: DownloadItem, part: Path) -> Iterator[None]:
+def _locked(item: DownloadItem) -> Iterator[None]:
     """Lock the part, so that only one process writes it. Raises MachineError."""
-    with open(part, "ab") as lock:
+    with open(item.part, "ab") as lock:
         if try_lock(lock) is False:
             raise MachineError(f"{item.path}: another process is downloading it")
         try:
             yield
         finally:
             with contextlib.suppress(FileNotFoundError):
-                if part.stat().st_size == 0:
-                    part.unlink()
+                if item.part.stat().st_size == 0:
+                    item.part.unlink()
 
 
-def _fetch_part(item: DownloadItem, part: Path, note: Path, stop: threading.Event) -> int:
-    """Download the part, reconnecting as needed; return its size."""
-    tries = 0
+def _fetch_part(item: DownloadItem, stop: threading.Event) -> int:
+    """Download the part, which ``_locked`` has created, reconnecting as needed; return its size."""
+    tries, had = 0, item.part.stat().st_size
     while True:
-        before = part.stat().st_size if part.exists() else 0
         try:
-            size = _one_connection(item, part, note, stop)
-            if size is None or part.stat().st_size == size:
-                return part.stat().st_size
-            error: Exception = ConnectionError(f"the connection ended after {part.stat().st_size:,} of {size:,} bytes")
+            size = _one_connection(item, stop)
+            have = item.part.stat().st_size
+            if size is None or have == size:
+                return have
+            error: Exception = ConnectionError(f"the connection ended after {have:,} of {size:,} bytes")
         except urllib.error.HTTPError as problem:
             if problem.code in (401, 403, 404, 410):
                 raise UserError(f"{item.url}: HTTP status {problem.code} {problem.reason}") from None
             error = problem
         except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as problem:
             error = problem
-        after = part.stat().st_size if part.exists() else 0
-        tries = 1 if after > before else tries + 1
+        have = item.part.stat().st_size
+        tries, had = 1 if have > had else tries + 1, have
         if tries >= TRIES or stop.is_set():
             raise error
         stop.wait(min(30.0, 0.2 * 2**tries))
 
 
-def _one_connection(item: DownloadItem, part: Path, note: Path, stop: threading.Event) -> int | None:
+def _one_connection(item: DownloadItem, stop: threading.Event) -> int | None:
     """Download over one connection; return the file's size if the server reports it."""
-    have = part.stat().st_size if part.exists() else 0
+    have = item.part.stat().st_size
     known: dict[str, Any] = {}
     with contextlib.suppress(FileNotFoundError, ValueError):
-        known = json.loads(note.read_bytes())
+        known = json.loads(item.note.read_bytes())
     request = urllib.request.Request(item.url)
     if have and known.get("validator"):
         request.add_header("Range", f"bytes={have}-")
@@ -170,8 +178,8 @@ def _one_connection(item: DownloadItem, part: Path, note: Path, stop: threading.
         size = int(length) + (have if is_resumed else 0) if length is not None else None
         validator = response.headers.get("ETag") or response.headers.get("Last-Modified")
         if not is_resumed:
-            note.write_text(json.dumps({"validator": validator, "size": size}))
-        with open(part, "ab" if is_resumed else "wb") as file:
+            item.note.write_text(json.dumps({"validator": validator, "size": size}))
+        with open(item.part, "ab" if is_resumed else "wb") as file:
             while chunk := response.read(CHUNK_BYTES):
                 file.write(chunk)
                 if stop.is_set():

@@ -20,6 +20,7 @@ from megatron_llama.text.conversation import LABELLED, REASONING_OMITTED, Record
 from megatron_llama.text.loss_spans import TextSpan, encode_spans
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from tests.data_prep.helpers import CHATML, SPECIAL, shown
+from tests.text.test_tools import LLAMA31
 
 Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
@@ -233,7 +234,7 @@ COLON = (
     "    {%- else %}Q: {{ message.content }}\n{% endif %}\n{%- endfor -%}{%- if add_generation_prompt %}A: {% endif %}"
 )
 TEMPLATES = {"chatml": CHATML, "inst": INST, "colon": COLON}
-# The shapes of Llama 2's, Llama 3's and DeepSeek-R1's templates, in our own words.
+# The shapes of Llama 2's and DeepSeek-R1's templates, in our own words; test_tools.py has Llama 3.1's.
 LLAMA2 = (
     "{% if messages[0]['role'] == 'system' %}{% set told = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
     "{% set talk = messages[1:] %}{% else %}{% set told = '' %}{% set talk = messages %}{% endif %}"
@@ -243,29 +244,6 @@ LLAMA2 = (
     "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + text.strip() + ' [/INST]' }}"
     "{% elif message['role'] == 'assistant' %}{{ ' ' + text.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
-LLAMA3 = """{{- bos_token }}
-{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
-{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set told = messages[0]['content']|trim %}{%- set messages = messages[1:] %}
-{%- else %}
-    {%- set told = "" %}
-{%- endif %}
-{{- "<|start|>system<|stop|>\\n\\n" }}
-{%- if tools is not none %}
-    {{- "Tools: " + (tools | tojson(indent=2)) + "\\n" }}
-{%- endif %}
-{{- "In the year " + strftime_now("%Y") + "\\n\\n" }}
-{{- told + "<|im_end|>" }}
-{%- for message in messages %}
-    {%- if not (message.role == 'tool' or 'tool_calls' in message) %}
-        {{- '<|start|>' + message['role'] + '<|stop|>\\n\\n'+ message['content'] | trim + '<|im_end|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start|>assistant<|stop|>\\n\\n' }}
-{%- endif %}
-"""
 R1 = (
     "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}"
     "{% set ns = namespace(told='') %}{% for message in messages %}{% if message['role'] == 'system' %}"
@@ -276,7 +254,7 @@ R1 = (
     "{{ '<|Assistant|>' + text + eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}"
 )
-REALISTIC = {"llama2": LLAMA2, "llama3": LLAMA3, "r1": R1}
+REALISTIC = {"llama2": LLAMA2, "llama3": LLAMA31, "r1": R1}
 TALK = [
     Turn("user", "How are you?"),
     Turn("assistant", "Fine."),
@@ -383,7 +361,7 @@ def test_a_prompt_omits_reasoning_but_no_question() -> None:
 
 LEARNED = {
     "llama2": "[INST] How are you? [/INST]« Fine. <|im_end|>»",
-    "llama3": "<|start|>assistant<|stop|>\n\n«Fine.<|im_end|>»",
+    "llama3": "<|im_start|>assistant\n«Fine.<|im_end|>»",
     "r1": "<|User|>How are you?<|Assistant|>«Fine.<|im_end|>»",
 }
 

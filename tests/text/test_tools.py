@@ -135,7 +135,8 @@ def test_bad_tools(record: dict[str, Any]) -> None:
 # The published behaviour of chat templates, with our own text.
 LLAMA31 = """{{- bos_token }}{%- if messages[0].role == 'system' %}{%- set about = messages[0].content %}
 {%- set messages = messages[1:] %}{%- else %}{%- set about = '' %}{%- endif %}
-{{- '<|im_start|>system\\n' + about + '<|im_end|>' }}
+{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
+{{- '<|im_start|>system\\n' + strftime_now('%Y') + about + '<|im_end|>' }}
 {%- if tools is not none %}{%- set first = messages[0].content %}{%- set messages = messages[1:] %}
 {{- '<|im_start|>user\\nFunctions:\\n' }}{%- for tool in tools %}{{- tool | tojson(indent=4) }}{%- endfor %}
 {{- first + '<|im_end|>' }}{%- endif %}
