@@ -42,6 +42,26 @@ CHATML = (
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# The published behaviour of Llama 3.1's template, with our own text.
+LLAMA31 = """{{- bos_token }}{%- if messages[0].role == 'system' %}{%- set about = messages[0].content %}
+{%- set messages = messages[1:] %}{%- else %}{%- set about = '' %}{%- endif %}
+{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
+{{- '<|im_start|>system\\n' + strftime_now('%Y') + about + '<|im_end|>' }}
+{%- if tools is not none %}{%- set first = messages[0].content %}{%- set messages = messages[1:] %}
+{{- '<|im_start|>user\\nFunctions:\\n' }}{%- for tool in tools %}{{- tool | tojson(indent=4) }}{%- endfor %}
+{{- first + '<|im_end|>' }}{%- endif %}
+{%- for message in messages %}
+{%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>' }}
+{%- elif 'tool_calls' in message %}
+{%- if message.tool_calls | length != 1 %}{{- raise_exception('one call only') }}{%- endif %}
+{%- set call = message.tool_calls[0].function %}
+{{- '<|im_start|>assistant\\n{"name": "' + call.name + '", "parameters": ' }}
+{{- call.arguments | tojson }}{{- '}<|im_end|>' }}
+{%- else %}{{- '<|im_start|>ipython\\n' }}
+{%- if message.content is mapping or message.content is iterable %}{{- message.content | tojson }}
+{%- else %}{{- message.content }}{%- endif %}{{- '<|im_end|>' }}{%- endif %}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 SPECIAL = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
 
 

@@ -19,8 +19,7 @@ from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, load_own_t
 from megatron_llama.text.conversation import LABELLED, REASONING_OMITTED, RecordError, Turn, labelled_turns
 from megatron_llama.text.loss_spans import TextSpan, encode_spans
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
-from tests.data_prep.helpers import CHATML, SPECIAL, shown
-from tests.text.test_tools import LLAMA31
+from tests.data_prep.helpers import CHATML, LLAMA31, SPECIAL, shown
 
 Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
@@ -141,7 +140,7 @@ def test_labels_of_answers() -> None:
     for reason, change in (("bad_label", {"label": "good"}), ("unknown_format", {}), ("bad_label", {"label": None})):
         with pytest.raises(RecordError) as refused:
             parse_record({"prompt": "q", "completion": "a", **change}, "unpaired")
-        assert refused.value.reason == reason and reason in REASONS
+        assert refused.value.reason == reason
 
 
 @pytest.mark.parametrize("weight", [2, -1, 0.5, float("nan"), float("inf"), "0", [1], {}])
@@ -234,7 +233,7 @@ COLON = (
     "    {%- else %}Q: {{ message.content }}\n{% endif %}\n{%- endfor -%}{%- if add_generation_prompt %}A: {% endif %}"
 )
 TEMPLATES = {"chatml": CHATML, "inst": INST, "colon": COLON}
-# The shapes of Llama 2's and DeepSeek-R1's templates, in our own words; test_tools.py has Llama 3.1's.
+# The shapes of Llama 2's and DeepSeek-R1's templates, in our own words; helpers.py has Llama 3.1's.
 LLAMA2 = (
     "{% if messages[0]['role'] == 'system' %}{% set told = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
     "{% set talk = messages[1:] %}{% else %}{% set told = '' %}{% set talk = messages %}{% endif %}"

@@ -19,7 +19,7 @@ from megatron_llama.text.conversation import (
     check_control_tokens,
     parse_calls,
 )
-from tests.data_prep.helpers import SPECIAL, shown
+from tests.data_prep.helpers import LLAMA31, SPECIAL, shown
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"name": "weather", "description": "Weather of a city.", "parameters": PARAMETERS}
@@ -132,26 +132,7 @@ def test_bad_tools(record: dict[str, Any]) -> None:
     assert refused.value.reason == "bad_tools"
 
 
-# The published behaviour of chat templates, with our own text.
-LLAMA31 = """{{- bos_token }}{%- if messages[0].role == 'system' %}{%- set about = messages[0].content %}
-{%- set messages = messages[1:] %}{%- else %}{%- set about = '' %}{%- endif %}
-{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
-{{- '<|im_start|>system\\n' + strftime_now('%Y') + about + '<|im_end|>' }}
-{%- if tools is not none %}{%- set first = messages[0].content %}{%- set messages = messages[1:] %}
-{{- '<|im_start|>user\\nFunctions:\\n' }}{%- for tool in tools %}{{- tool | tojson(indent=4) }}{%- endfor %}
-{{- first + '<|im_end|>' }}{%- endif %}
-{%- for message in messages %}
-{%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>' }}
-{%- elif 'tool_calls' in message %}
-{%- if message.tool_calls | length != 1 %}{{- raise_exception('one call only') }}{%- endif %}
-{%- set call = message.tool_calls[0].function %}
-{{- '<|im_start|>assistant\\n{"name": "' + call.name + '", "parameters": ' }}
-{{- call.arguments | tojson }}{{- '}<|im_end|>' }}
-{%- else %}{{- '<|im_start|>ipython\\n' }}
-{%- if message.content is mapping or message.content is iterable %}{{- message.content | tojson }}
-{%- else %}{{- message.content }}{%- endif %}{{- '<|im_end|>' }}{%- endif %}
-{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+# The published behaviour of chat templates, with our own text, as LLAMA31.
 QWEN25 = """{%- if tools %}{{- '<|im_start|>system\\n<tools>' }}
 {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}{{- '\\n</tools><|im_end|>\\n' }}{%- endif %}
 {%- for message in messages %}
