@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 from tests import ranks, workers
 from tests.processes import Launcher, host_store, run_forked
 from tests.ranks import run_ranks
-from tests.tiers import ROWS, escaped, sample, selected_by_tier
+from tests.tiers import ROWS, escaped, selected_by_tier
 
 CONFTEST = "from tests.conftest import pytest_addoption, pytest_runtestloop, pytest_runtest_setup\n"
 
@@ -70,12 +70,6 @@ def test_a_limit_names_the_running_tests(tmp_path: Path, monkeypatch: pytest.Mon
     assert "1 failed" in output and "in test_long" in output
 
 
-def test_tests_after_the_budget_are_skipped(tmp_path: Path) -> None:
-    (tmp_path / "test_second.py").write_text(SECOND)
-    status, output = _pytest(tmp_path, "--budget", "0")
-    assert status == 0 and "1 skipped" in output
-
-
 def test_listed_rows_exist(request: pytest.FixtureRequest) -> None:
     collected: dict[str, set[str]] = {}
     for item in request.session.items:
@@ -85,28 +79,6 @@ def test_listed_rows_exist(request: pytest.FixtureRequest) -> None:
     missing = [f"{name}[{row}]" for name, rows in listed.items() for row in rows if escaped(row) not in collected[name]]
     assert not missing
     assert all(selected_by_tier(item) or item.get_closest_marker("slow") for item in request.session.items)
-
-
-TABLE = [f"test_table[{row}]" for row in ("0", "1", "2", "3 compiled", "4", "5", "6")]
-
-
-class Item:
-    """A collected test."""
-
-    def __init__(self, nodeid: str, *markers: str) -> None:
-        self.nodeid = nodeid
-        self.markers = markers
-
-    def get_closest_marker(self, name: str) -> str | None:
-        return name if name in self.markers else None
-
-
-@pytest.mark.parametrize(("rows", "expected"), [(1, "0"), (3, "026"), (6, "012456"), (9, "012456")])
-def test_rows_from_the_first_to_the_last(rows: int, expected: str) -> None:
-    others = [Item("test_fast[0]"), Item("test_fast[compiled]"), Item("test_slow", "slow")]
-    items = [*others, *(Item(name, "slow") for name in TABLE), Item("test_long", "slow", "long")]
-    selected = sample(items, rows)  # type: ignore[arg-type]
-    assert selected == {*others, *(item for item in items if item.nodeid in {f"test_table[{row}]" for row in expected})}
 
 
 FORKS = {

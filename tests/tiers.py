@@ -18,7 +18,6 @@ ROWS: dict[str, tuple[str, ...]] = {
         "3-True",
         "5-True",
     ),
-    "checkpoint/test_damage.py::test_a_disk_that_is_full_stops_the_run_and_harms_nothing": ("true",),
     "checkpoint/test_data_stream.py::test_a_batch_schedule_trains_on_the_batches_counted_by_hand": (),
     "checkpoint/test_folder.py::test_killed_between_the_steps_of_a_save": ("prune",),
     "checkpoint/test_folder.py::test_saved_steps": ("default", "keep_every", "by steps, keep"),
@@ -103,7 +102,6 @@ ROWS: dict[str, tuple[str, ...]] = {
         "offload",
         "bf16",
     ),
-    "model/test_init.py::test_built_models_have_the_published_number_of_parameters": (),
     "optim/test_optimizer.py::test_a_run_of_one_micro_batch_keeps_them_narrow_and_trains_the_same": (
         "1-layout0",
         "2-layout1",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_llama.devices import processor
 from megatron_llama.devices.cpu import device as cpu
-from tests.compiled import SECONDS, needs_compiler
 
 AVX2, AVX512 = {"flags": "fpu avx2 fma"}, {"flags": "fpu avx2 fma avx512f"}
 ZEN_5 = {"vendor_id": "AuthenticAMD", "cpu family": "26", "flags": "fpu avx2 avx512f avx512_bf16"}
@@ -32,31 +29,6 @@ def test_graphs_of_each_instruction_set_have_a_separate_cache(monkeypatch: pytes
     assert len(folders) == 4
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     assert folder({}) not in folders
-
-
-RUN = """
-import os, sys
-from pathlib import Path
-from megatron_llama.devices import get_device
-os.environ.update(get_device("cpu").compile_environment(Path(sys.argv[1])))
-import torch
-x = torch.linspace(-1, 1, 4096).view(4, 1024)
-own = torch.compile(lambda x: torch.softmax(x * x.sigmoid(), 1).square().sum(1))(x)
-torch.testing.assert_close(own, torch.softmax(x * x.sigmoid(), 1).square().sum(1))
-"""
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@needs_compiler
-def test_a_cache_serves_machines_with_other_vectors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In one folder, first with all that this processor has, then as one with AVX2 alone."""
-    for capability in (None, "avx2"):
-        if capability is not None:
-            monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
-        command = [sys.executable, "-c", RUN, str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS / 3)
-        assert done.returncode == 0, done.stderr
 
 
 class Products(TorchDispatchMode):

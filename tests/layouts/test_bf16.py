@@ -204,12 +204,3 @@ def scale_of_own_part(model: ParallelModel) -> None:
 def test_scales_of_a_part_are_seen() -> None:
     distance, error = first_gradients(2, [TENSORWISE, table.TP2], [], tamper=scale_of_own_part)
     assert distance > 2 * SHARE * error
-
-
-@pytest.mark.slow
-def test_shared_kv_heads_round_parts_of_their_gradient() -> None:
-    """tp above the number of kv heads: each rank rounds the gradient from its query heads, before their sum."""
-    layout = [ROWWISE, "trainer.tp=4", "trainer.micro_batch_size=4"]
-    assert make_plan(4, *layout).model.num_key_value_heads == 2
-    distance, error = first_gradients(4, layout, [])
-    assert distance < error

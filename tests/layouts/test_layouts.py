@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.verify.parity import exact_results
 from megatron_llama.parallel import ParallelModel
-from tests.compiled import needs_compiler, skip_without_compiler
+from tests.compiled import skip_without_compiler
 from tests.layouts import table, tampers
 from tests.layouts.table import LAYOUTS
 from tests.layouts.tampers import chunks_of_12, passes_of_the_compiled_loss
@@ -69,25 +69,8 @@ def test_same_order_of_sums_gives_the_same_bits(model: list[str], setting: str) 
     assert set(worst(run_layout(1, *model, setting), oracle(*model)).values()) == {0.0}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [table.ELEMENTWISE, table.SELECTIVE, table.FULL])
-def test_recomputation_on_several_ranks_gives_the_same_bits(kind: str) -> None:
-    layout = (table.TP2, "trainer.zero=3", table.DROPPING)
-    assert set(worst(run_layout(4, *layout, kind), trained(4, *layout)).values()) == {0.0}
-
-
 def test_dropped_tokens_change_the_loss() -> None:
     assert worst(oracle(table.DROPPING), oracle())["losses"] > 1e-3
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.usefixtures("compiled_here")
-def test_the_overlapped_row_runs_products_with_collectives_inside() -> None:
-    # 8 in a pass through a block, forward and backward; 4 blocks, 4 micro batches.
-    assert run_layout(2, *table.ASYNC_TP, steps=2).fused == 8 * 4 * 4 * 2
-    assert run_layout(2, *table.ASYNC_TP, "trainer.async_tp=false", steps=1).fused == 0
 
 
 @pytest.mark.parametrize(

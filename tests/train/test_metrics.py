@@ -87,11 +87,13 @@ def test_speeds_and_utilisation(tmp_path: Path) -> None:
 
 
 def test_metric_names_of_nemo_and_transformers(tmp_path: Path) -> None:
-    with MetricsLogger(plan_of(tmp_path), PEAK) as logger:
+    with MetricsLogger(plan_of(tmp_path, "logging.tensorboard=false"), PEAK) as logger:
         for step, seconds in enumerate((8.0, 1.0, 1.0, 2.0, 4.0, 2.0), start=1):
-            logger.log_step(measured(step, step_time_s=seconds))
+            logger.log_step(measured(step, step_time_s=seconds, parameter_norm=42.0))
+    assert not (tmp_path / "tensorboard").exists()
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert [record["global_step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert {record["parameter_norm"] for record in records} == {42.0}
     assert [record["train_step_timing"] for record in records] == [8.0, 1.0, 1.0, 2.0, 4.0, 2.0]
     throughput = [8 / 8, 16 / 9, 24 / 10, 32 / 12, 40 / 16, 48 / 18]
     assert [record["throughput"] for record in records] == pytest.approx(throughput)
@@ -118,13 +120,6 @@ def test_no_number_is_null_and_no_point(tmp_path: Path) -> None:
     assert "NaN" not in line, "which would be no JSON"
     assert json.loads(line)["mfu"] is None and json.loads(line)["val_loss"] is None
     assert "mfu" not in events(tmp_path) and "validation/val_loss" not in events(tmp_path)
-
-
-def test_parameter_norm_and_no_tensorboard(tmp_path: Path) -> None:
-    with MetricsLogger(plan_of(tmp_path, "logging.tensorboard=false"), PEAK) as logger:
-        logger.log_step(measured(1, parameter_norm=42.0))
-    assert read_metrics(tmp_path / "metrics.jsonl")[0]["parameter_norm"] == 42.0
-    assert not (tmp_path / "tensorboard").exists()
 
 
 def test_going_on_from_a_checkpoint_leaves_each_step_once(tmp_path: Path) -> None:
