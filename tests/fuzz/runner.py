@@ -10,15 +10,14 @@ import copy
 import json
 import os
 import resource
-import select
 import shutil
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,14 @@ from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.conversation import RecordError
-from tests.ranks import check_threads
+from tests.processes import run_forked
 
 Files = Mapping[str, bytes]
 ANSWERS = (ConfigError, UserError, CorruptFile, RecordError)
 CASE_SECONDS = 10.0
 """CPU time limit of a case."""
-SILENCE_SECONDS = 120.0
-"""Wall time without a new case after which the child is killed."""
+ROUND_SECONDS = 600.0
+"""Wall time of a round, after which the child is killed."""
 SHRINK_SECONDS = 20.0
 """Time limit for minimizing a finding."""
 MEMORY_BYTES = 1 << 30
@@ -72,36 +71,20 @@ class OutOfTime(BaseException):
 
 def fuzz(target: Target, folder: Path, number: int, cases: int) -> Outcome:
     """Run ``cases`` cases with seed ``number`` in a child process; stop at a failing case and minimize it."""
-    case = folder / "case"
-    reader, writer = os.pipe()
-    check_threads()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.close(reader)
-            log = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-            _run_cases(target, case, number, cases, lambda: os.write(writer, b"."))
-            status = 0
-        except BaseException as error:
-            if not (folder / "finding.txt").exists():
-                _keep(folder, case, error)
-        finally:
-            os._exit(status)
-    os.close(writer)
-    done, silent = _count(reader, child)
-    os.close(reader)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if (silent or status < 0) and case.exists():
+    case, output, counted = folder / "case", folder / "output.txt", folder / "counted"
+    counted.touch()
+    end = ""
+    try:
+        status = run_forked(partial(_run_cases, target, case, number, cases), output, output, ROUND_SECONDS)
+        if status < 0:
+            end = f"the process was ended by {signal.Signals(-status).name}"
+    except AssertionError:
+        end = f"no end within {ROUND_SECONDS:.0f} s"
+    if end and case.exists():
         shutil.copytree(case, folder / "kept", dirs_exist_ok=True)
-    if silent:
-        return Outcome(done, f"no answer in {SILENCE_SECONDS:.0f} s")
-    if status < 0:
-        return Outcome(done, f"the process was ended by {signal.Signals(-status).name}")
-    return Outcome(done, (folder / "finding.txt").read_text(encoding="utf-8") if status else None)
+    elif (finding := folder / "finding.txt").exists():
+        end = finding.read_text(encoding="utf-8")
+    return Outcome(counted.stat().st_size, end or None)
 
 
 def read_case(target: Target, case: Path) -> None:
@@ -113,7 +96,8 @@ def read_case(target: Target, case: Path) -> None:
             str(answer).encode()  # the message must be printable
 
 
-def _run_cases(target: Target, case: Path, number: int, cases: int, report_case: Callable[[], object]) -> None:
+def _run_cases(target: Target, case: Path, number: int, cases: int) -> None:
+    """Run the cases in a child process, which ends with the status of the first finding."""
     first: float | None = None  # time of the first finding
     folder = case.parent
 
@@ -131,7 +115,8 @@ def _run_cases(target: Target, case: Path, number: int, cases: int, report_case:
         nonlocal first
         if first is not None and time.monotonic() - first > SHRINK_SECONDS:
             os._exit(1)
-        report_case()
+        with (folder / "counted").open("a") as file:
+            file.write(".")
         shutil.rmtree(case, ignore_errors=True)
         case.mkdir(parents=True)
         for name, content in files.items():
@@ -145,7 +130,11 @@ def _run_cases(target: Target, case: Path, number: int, cases: int, report_case:
             raise
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    each()
+    try:
+        each()
+    except BaseException as error:
+        if not (folder / "finding.txt").exists():
+            _keep(folder, case, error)
 
 
 def _keep(folder: Path, case: Path, error: BaseException) -> None:
@@ -171,21 +160,6 @@ def _limits() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         signal.signal(signal.SIGPROF, before)
-
-
-def _count(reader: int, child: int) -> tuple[int, bool]:
-    """Return the child's number of cases, and whether it was killed for SILENCE_SECONDS."""
-    done, last = 0, time.monotonic()
-    while True:
-        ready, _, _ = select.select([reader], [], [], 1.0)
-        if ready:
-            received = len(os.read(reader, 1 << 12))
-            if not received:
-                return done, False
-            done, last = done + received, time.monotonic()
-        elif time.monotonic() - last > SILENCE_SECONDS:
-            os.kill(child, signal.SIGKILL)
-            return done, True
 
 
 def _described(error: BaseException) -> str:

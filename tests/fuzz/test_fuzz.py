@@ -56,7 +56,7 @@ def _loop(case: Path) -> None:
         (lambda case: os.abort(), "SIGABRT"),
         (lambda case: bytearray(2 << 30), "MemoryError"),
         (_loop, "OutOfTime: more than"),
-        (lambda case: time.sleep(1000), "no answer"),
+        (lambda case: time.sleep(1000), "no end"),
     ],
     ids=["answers", "exception", "crash", "abort", "memory", "time", "hang"],
 )
@@ -64,8 +64,8 @@ def test_what_is_a_finding(
     read: Callable[[Path], object], words: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "CASE_SECONDS", 0.2)
-    if words == "no answer":
-        monkeypatch.setattr(runner, "SILENCE_SECONDS", 0.5)
+    if words == "no end":
+        monkeypatch.setattr(runner, "ROUND_SECONDS", 0.5)
     outcome = fuzz(_target(read), tmp_path, 1, 3)
     if words is None:
         assert outcome.finding is None and outcome.cases == 3
