@@ -55,7 +55,6 @@ ROWS: dict[str, tuple[str, ...]] = {
         "True-after the second rename",
     ),
     "data_prep/test_resume.py::test_signal_exits_with_75_and_run_resumes": ("12-process", "2-group"),
-    "devices/test_new_device.py::test_it_trains": (),
     "devices/test_shared_memory.py::test_the_same_bits": ("pp2·vpp2", "pp3, uneven"),
     "devices/test_attention_inputs.py::test_logits_of_each_example_are_those_of_it_alone": (
         "plain-tiles",

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from benchmarks.help_format import HelpFormatter
 from megatron_llama.system.errors import run_main
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
+from megatron_llama.system.tables import markdown_table
 from tests.chaos.interposer import Interposer, build
 
 if TYPE_CHECKING:  # it needs torch, which --help does not
@@ -78,15 +79,12 @@ def _report(text: str) -> None:
 
 
 def summary(campaign: Campaign) -> list[str]:
-    """Return a Markdown table by kind, and the failures."""
-    lines = [
-        "| kind | faults | ended | unharmed | reported | undetected | resumed before | failures | statuses |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for kind, t in campaign.tallies.items():
-        statuses = ", ".join(f"{status}: {count}" for status, count in sorted(t.statuses.items()))
-        cells = (kind, t.faults, t.ended, t.unharmed, t.reported, t.undetected, t.resumed, t.broken, statuses)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+    """Return a Markdown table of the outcomes by kind, and the failures."""
+    rows = (
+        (kind, str(counts.total()), ", ".join(f"{outcome}: {count}" for outcome, count in sorted(counts.items())))
+        for kind, counts in campaign.outcomes.items()
+    )
+    lines = [*markdown_table(("kind", "faults", "outcomes"), rows)]
     lines.append(f"\nLongest from a fault to the end of the run: {campaign.longest:.0f} s")
     return lines + [f"BROKEN {failure}" for failure in campaign.failures]
 

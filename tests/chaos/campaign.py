@@ -8,7 +8,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -41,24 +41,6 @@ class Undisturbed:
     tensors: dict[str, torch.Tensor]
 
 
-@dataclass
-class Tally:
-    """Outcomes of the faults of one kind."""
-
-    faults: int = 0
-    ended: int = 0
-    """The run ended with a permitted status."""
-    unharmed: int = 0
-    """The run continued to its last step."""
-    reported: int = 0
-    """Damaged files: the run reported the damage and used an intact file or stopped."""
-    undetected: int = 0
-    """Damaged files: the losses changed silently; only .bin, which has no checksum."""
-    resumed: int = 0
-    broken: int = 0
-    statuses: Counter[int] = field(default_factory=Counter)
-
-
 class Campaign:
     """Faults to runs in several layouts, below one folder."""
 
@@ -67,7 +49,8 @@ class Campaign:
     ) -> None:
         self.folder, self.layouts, self.seed, self.interposer = folder, layouts, seed, interposer
         self.kinds = [kind for kind in kinds if interposer is not None or kind not in NEED_INTERPOSER]
-        self.tallies = {kind: Tally() for kind in self.kinds}
+        self.outcomes: dict[str, Counter[str]] = {kind: Counter() for kind in self.kinds}
+        """Exit statuses and verdicts, by kind of fault."""
         self.failures: list[str] = []
         self.longest = 0.0
         self.lives: dict[str, Life] = {}
@@ -86,8 +69,7 @@ class Campaign:
             try:
                 reported = self._damage(layout, chance) if kind == DAMAGE else self._harm(kind, layout, chance)
             except Broken as broken:
-                self.tallies[kind].faults += 1
-                self.tallies[kind].broken += 1
+                self.outcomes[kind]["BROKEN"] += 1
                 self.failures.append(f"seed {self.seed}/{self._count - 1}, {kind}, {layout}: {broken}")
                 reported = f"BROKEN: {broken}"
             if reported:
@@ -114,7 +96,7 @@ class Campaign:
 
     def _harm(self, kind: str, layout: str, chance: random.Random) -> str | None:
         """One attempt with one fault, and whether all was as it must be; None where the run ended before the fault."""
-        life, tally = self._life(layout), self.tallies[kind]
+        life = self._life(layout)
         hang = [f"trainer.hang_timeout_seconds={HANG_SECONDS}"] if kind in MAKE_HANG else []
         saved, attempt = life.newest_checkpoint(), life.start(*hang)
         try:
@@ -139,12 +121,7 @@ class Campaign:
                 self.interposer.heal()
         if fault is None:
             return None
-        tally.faults += 1
-        assert attempt.status is not None
-        tally.statuses[attempt.status] += 1
-        tally.ended += attempt.status != 0
-        tally.unharmed += attempt.status == 0
-        tally.resumed += saved > 0
+        self.outcomes[kind][f"status {attempt.status}"] += 1
         return f"{fault.description}: status {attempt.status}, {time.monotonic() - begin:.1f} s"
 
     def _judge(self, life: Life, attempt: Attempt, fault: Fault | None, saved: int) -> None:
@@ -209,7 +186,7 @@ class Campaign:
             shutil.rmtree(path)  # so that it has steps to train
         path = chance.choice(sorted(place.glob(DAMAGED_FILES[kind])))
         description = f"{kind}, {damage_file(path, chance)}"
-        life, tally = Life(place / "run", layout, place / "data" / self.dataset.name), self.tallies[DAMAGE]
+        life = Life(place / "run", layout, place / "data" / self.dataset.name)
         attempt = life.start()
         try:
             if not attempt.wait(LIMIT_SECONDS):
@@ -227,14 +204,10 @@ class Campaign:
             raise
         finally:
             attempt.kill()
-        tally.faults += 1
-        tally.reported += reported
-        tally.unharmed += trained and not reported
-        tally.undetected += not reported and not trained
-        tally.statuses[int(attempt.status or 0)] += 1
         shutil.rmtree(place)
-        outcome = "reported" if reported else "unharmed" if trained else "UNDETECTED"
-        return f"{description}: status {attempt.status}, {outcome}"
+        outcome = f"status {attempt.status}, {'reported' if reported else 'unharmed' if trained else 'UNDETECTED'}"
+        self.outcomes[DAMAGE][outcome] += 1
+        return f"{description}: {outcome}"
 
     def _same_end(self, life: Life) -> bool:
         """Whether the last checkpoint is the undisturbed run's."""
