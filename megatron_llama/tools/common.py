@@ -1,14 +1,18 @@
-"""Command lines of tools, and overrides that several tools add to a run."""
+"""Command lines of tools, SLURM jobs of run.slurm, and overrides that several tools add to a run."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
+from megatron_llama.config import ConfigError, Problem, format_problems
 from megatron_llama.system.exit_status import EXIT_USER
-from megatron_llama.system.programs import name_commands
+from megatron_llama.system.programs import BATCH_FOLDER, batch_script, batch_variables, name_commands
 
 
 def run_tool(usage: str, argv: Sequence[str], work: Callable[[], int]) -> int:
@@ -16,8 +20,6 @@ def run_tool(usage: str, argv: Sequence[str], work: Callable[[], int]) -> int:
     if {"--help", "-h"} & set(argv):
         sys.stdout.write(name_commands(usage))
         return 0
-    from megatron_llama.config import ConfigError, format_problems  # imported late to keep --help fast
-
     try:
         return work()
     except ConfigError as error:
@@ -46,6 +48,26 @@ def package_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def submit_job(options: Sequence[str], words: Sequence[str], problem: Problem, **variables: str) -> str:
+    """Submit ``run.slurm`` and return the job's id. Raises ConfigError if sbatch is missing or rejects the job.
+
+    ``words`` are overrides of train.py. ``problem`` is the problem to report, without its rule.
+    """
+    try:
+        done = call_slurm(["sbatch", "--parsable", *options, batch_script("run.slurm"), *words], **variables)
+    except OSError as error:
+        raise ConfigError([replace(problem, rule=f"cannot start sbatch: {error.strerror}")]) from error
+    if done.returncode:
+        raise ConfigError([replace(problem, rule=f"sbatch failed: {(done.stderr or done.stdout).strip()}")])
+    return done.stdout.strip().partition(";")[0]
+
+
+def call_slurm(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of SLURM in the folder of the batch scripts."""
+    env = {**os.environ, **batch_variables(), **variables}
+    return subprocess.run(command, cwd=BATCH_FOLDER, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
 
 NO_FILES = ("data.mock=true", "data.prefixes=[]", "data.tokenizer=null", "data.prepare=null")

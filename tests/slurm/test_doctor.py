@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron_llama.tools import slurm
+from megatron_llama.tools import common
 from megatron_llama.tools.sweep import cli
 from megatron_llama.tools.sweep.cli import main
 from tests.paths import ROOT
@@ -171,7 +171,7 @@ def test_each_run_of_a_sweep_is_a_job(
 ) -> None:
     for name, value in lab.client.items():
         monkeypatch.setenv(name, value)
-    for module in (slurm, cli):
+    for module in (common, cli):
         monkeypatch.setattr(module, "BATCH_FOLDER", lab.checkout)
     folder = tmp_path / "s"
     options = f"--nodes=2 --output={lab.checkout}/slurm-%j.out"

@@ -24,9 +24,9 @@ from megatron_llama.system.output import import_pyplot
 from megatron_llama.system.programs import BATCH_FOLDER, ROOT
 from megatron_llama.system.signals import JOB_SIGNALS, handle_signals
 from megatron_llama.system.tables import markdown_table, short_count, text_table
+from megatron_llama.tools.common import call_slurm, submit_job
 from megatron_llama.tools.figures import STYLE, as_png
 from megatron_llama.tools.report.curves import LOSS, Curve, Metrics, read_run_metrics, smoothed
-from megatron_llama.tools.slurm import call, submit
 from megatron_llama.tools.sweep.combinations import RUN_DIR, Combination, Sweep, SweepState, combinations
 from megatron_llama.train.metrics_file import METRICS_FILE
 
@@ -82,7 +82,7 @@ def run_slurm_jobs(sweep: Sweep, state: SweepState, options: str) -> None:
             continue
         words = [*combination.overrides, run_dir(sweep, combination)]
         instead = "correct the options of sbatch, omit --slurm, or start the sweep on a Slurm login node"
-        state.update(combination, job=submit(shlex.split(options), words, Problem("--slurm", options, "", instead)))
+        state.update(combination, job=submit_job(shlex.split(options), words, Problem("--slurm", options, "", instead)))
         sys.stdout.write(f"job {state[combination].job}: {' '.join(combination.overrides)}\n")
     waiting = [combination for combination in sweep.combinations if not state[combination].finished]
     sys.stdout.write("Waiting for the jobs. Ctrl-C does not cancel them; run the same command to wait again.\n")
@@ -102,7 +102,7 @@ def run_dir(sweep: Sweep, combination: Combination) -> str:
 
 def _in_queue(jobs: Sequence[str]) -> set[str]:
     """Return the jobs that are queued or running."""
-    done = call(["squeue", "--noheader", "--format=%i", "--me"])
+    done = call_slurm(["squeue", "--noheader", "--format=%i", "--me"])
     if done.returncode:  # squeue failed, which does not mean that the jobs ended
         return set(jobs)
     return set(jobs) & set(done.stdout.split())

@@ -27,9 +27,8 @@ from megatron_llama.config.settings_table import FREE_DICT, get, put, settings_b
 from megatron_llama.system.files import read_json, write_atomically
 from megatron_llama.system.programs import OWN_CONF, ROOT
 from megatron_llama.system.signals import exit_with_parent
-from megatron_llama.tools.common import MOCK_RUN
+from megatron_llama.tools.common import MOCK_RUN, call_slurm, submit_job
 from megatron_llama.tools.settings import TuneConfig
-from megatron_llama.tools.slurm import call, submit
 from megatron_llama.tools.tune.candidates import Candidate
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 
@@ -187,11 +186,11 @@ class SlurmJob:
     def __init__(self, command: Sequence[str], folder: Path, options: str, nodes: int) -> None:
         given = [f"--nodes={nodes}", "--no-requeue", f"--output={folder / 'output.txt'}", *shlex.split(options)]
         instead = "run this on a host with sbatch, or write tune.sbatch=OPTIONS"
-        self.number = submit(given, command, Problem("tune.jobs", True, "", instead), MAX_RESTARTS="0")
+        self.number = submit_job(given, command, Problem("tune.jobs", True, "", instead), MAX_RESTARTS="0")
 
     def poll(self) -> int | None:
         """Return the exit status as ``Process``."""
-        shown = call(["scontrol", "-o", "show", "job", self.number])
+        shown = call_slurm(["scontrol", "-o", "show", "job", self.number])
         facts = dict(re.findall(r"(\S+?)=(\S*)", shown.stdout))
         if facts.get("JobState") in _RUNNING:
             return None
@@ -203,7 +202,7 @@ class SlurmJob:
     def kill(self) -> None:
         """Cancel the job."""
         if self.poll() is None:
-            call(["scancel", self.number])
+            call_slurm(["scancel", self.number])
 
 
 # Experiment files: train.py experiment=<name>.

@@ -129,14 +129,6 @@ def test_the_default_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert main(["a/run", "--output", "new/page.html"]) == 0 and (tmp_path / "new/page.html").is_file()
 
 
-def test_a_run_in_progress(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", 10)
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(next(lines(11))[:50])
-    assert main([str(run)]) == 0
-    assert "step 10 of 10" in (run / "report.html").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize("steps", [2000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_the_page_of_a_long_run_is_small(tmp_path: Path, steps: int) -> None:
     """The number of buckets is bounded; 2,000 steps fill the most."""
