@@ -81,7 +81,7 @@ SETTINGS = {
         "optim": "lr min_lr warmup_steps constant_steps betas eps weight_decay clip schedule freeze_step "
         "momentum matrix_lr adjust_lr split_heads qk_clip",
         "trainer": "z_loss",
-        "finetune": "objective beta loss_type label_smoothing desirable_weight undesirable_weight",
+        "finetune": "objective beta loss_type label_smoothing desirable_weight undesirable_weight neftune_noise_alpha",
     },
 }
 """Settings of each kind, by section."""

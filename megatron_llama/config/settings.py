@@ -459,6 +459,9 @@ class FinetuneConfig:
     """Factor of KTO's losses of desirable answers."""
     undesirable_weight: Annotated[float, above_zero()] = 1.0
     """Factor of KTO's losses of undesirable answers."""
+    neftune_noise_alpha: Annotated[float | None, above_zero(example="5")] = None
+    """Add uniform noise to the embeddings in training, at most alpha / sqrt(tokens * hidden_size) (NEFTune, Jain et al.
+    2023, arXiv:2310.05914). It is the same in every layout."""
     frozen_dtype: Annotated[str | None, one_of("fp32", "bf16", "int8", "nf4", example="bf16")] = None
     """Storage of LoRA's frozen weights: fp32 or bf16; or int8 or nf4 for the blocks' matrices and the compute dtype for
     the rest. Derived: the compute dtype. Matmuls always run in the compute dtype."""

@@ -25,6 +25,7 @@ from megatron_llama.data.record import Record, advance_record, changes_reading, 
 from megatron_llama.data.sample_stream import SampleStream, build_streams, resume_streams
 from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.model.inputs import MicroBatch
+from megatron_llama.model.noise import token_keys
 from megatron_llama.model.preference import Pairs
 from megatron_llama.model.random_ltd import Subsets, build_subsets, draw_subsets
 from megatron_llama.parallel.context import BACKENDS
@@ -119,7 +120,7 @@ class Batches:
         return length if length < self.plan.config.data.length else None
 
     def _micro_batch(self, indices: range, cut: SequenceCut | None, ltd_length: int | None) -> MicroBatch:
-        samples = [part for index in indices for part in cut_sample(self.samples[index], cut)]
+        samples = [part for index in indices for part in cut_sample(self._sample(index), cut)]
         batch = self._stacked(samples)
         if ltd_length is not None:
             subsets = self._subsets(indices, ltd_length, batch.documents)
@@ -128,6 +129,13 @@ class Batches:
             other = cast(SFTDataset, self.samples)
             batch = replace(batch, mismatched=self._stacked([other.mismatched(index) for index in indices]))
         return batch
+
+    def _sample(self, index: int) -> Mapping[str, torch.Tensor]:
+        """Return a sample, with ``noise_keys`` for NEFTune."""
+        sample, config = self.samples[index], self.plan.config
+        if config.finetune.neftune_noise_alpha is None:
+            return sample
+        return {**sample, "noise_keys": token_keys(config.trainer.seed, index, len(sample["tokens"]))}
 
     def _stacked(self, samples: Sequence[Mapping[str, torch.Tensor]]) -> MicroBatch:
         """Return the micro batch of samples, without subsets."""
@@ -140,8 +148,9 @@ class Batches:
         token_counts = torch.tensor([_token_counts(sample, pattern) for sample in samples]).sum(dim=0)
         token_counts *= self.topology.place["cp"] == 0  # of whole sequences: the sum over ranks counts them once
         token_counts = token_counts.pin_memory() if self.pin_memory else token_counts
+        keys = self._stack(samples, "noise_keys", chunks) if "noise_keys" in samples[0] else None
         pairs = self._pairs(samples, chunks) if "answers" in samples[0] else None
-        return MicroBatch(tokens, labels, loss_mask, token_counts, documents, pairs=pairs)
+        return MicroBatch(tokens, labels, loss_mask, token_counts, documents, noise_keys=keys, pairs=pairs)
 
     def _pairs(self, samples: Sequence[Mapping[str, torch.Tensor]], chunks: Sequence[range]) -> Pairs:
         """Build the examples with preferences in the samples."""

@@ -37,6 +37,8 @@ class MicroBatch:
     """Documents of packed sequences, whole on each context-parallel rank. All pipeline stages have them."""
     subsets: Subsets | None = None
     """With random-LTD, the tokens that each layer of this rank processes in training. None: all tokens."""
+    noise_keys: Tensor | None = None
+    """Keys of the tokens' noise for NEFTune, int32 [b, s]."""
     pairs: Pairs | None = None
     """Pairs of answers, or answers with a label, for preference training."""
     mismatched: MicroBatch | None = None
@@ -55,8 +57,9 @@ class MicroBatch:
         """Return a copy on the device to which ``move`` takes tensors."""
         tokens, labels, loss_mask, counts = map(move, (self.tokens, self.labels, self.loss_mask, self.token_counts))
         documents, subsets = self.documents and self.documents.on(move), self.subsets and self.subsets.on(move)
+        keys = None if self.noise_keys is None else move(self.noise_keys)
         pairs, mismatched = self.pairs and self.pairs.on(move), self.mismatched and self.mismatched.on(move)
-        return MicroBatch(tokens, labels, loss_mask, counts, documents, subsets, pairs, mismatched)
+        return MicroBatch(tokens, labels, loss_mask, counts, documents, subsets, keys, pairs, mismatched)
 
 
 @dataclass(frozen=True)

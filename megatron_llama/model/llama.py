@@ -146,6 +146,8 @@ class BlockParts:
     measure_logits: Callable[[Tensor, Tensor, Any, Tensor | None], Tensor | None] | None = None
     """From q, k, mask inputs and the largest logits so far to the largest logits of each head (QK-Clip)."""
     embedding: Callable[..., VocabParallelEmbedding] = VocabParallelEmbedding
+    noise: Callable[[Tensor, Tensor], Tensor] | None = None
+    """From embeddings [s(/t), b, h] and keys [b, s] to embeddings with noise (NEFTune)."""
     head: Callable[..., Head] = Head
     inputs: Callable[[ModelConfig], InputBuilder] = partial(InputBuilder, build_visible=EAGER.visible)
     wrappers: Sequence[Wrapper] = ()
@@ -314,7 +316,7 @@ class Llama(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.is_first, self.is_last = is_first, is_last
+        self.is_first, self.is_last, self.noise = is_first, is_last, parts.noise
         self.padded_vocab_size = padded_vocab_size
         self.build_inputs = parts.inputs(model)
         if is_first:
@@ -350,6 +352,7 @@ class Llama(nn.Module):
         inputs: BlockInputs | None = None,
         token_index: Tensor | None = None,
         pairs: Pairs | None = None,
+        noise_keys: Tensor | None = None,
     ) -> Tensor:
         """Run this chunk on token ids [b, s], int64.
 
@@ -359,7 +362,8 @@ class Llama(nn.Module):
             loss_weights: [b, s], fp32.
             inputs: from ``build_inputs``, or ``KVCache.inputs``. Default: each sequence is one document.
             token_index: [b], int64, the token of each row whose logits are computed. Default: all tokens.
-            pairs: pairs of answers, for preference training.
+            pairs: answers for preference training.
+            noise_keys: [b, s], int32, keys of the embeddings' noise. Default: no noise.
 
         Returns:
             Activations [s(/t), b, h]. On the last chunk with ``labels``, the sum of losses times ``loss_weights``, fp32
@@ -368,6 +372,8 @@ class Llama(nn.Module):
         """
         inputs = inputs or self.build_inputs(tokens)
         x = self.embed(tokens) if self.is_first else self.received()
+        if self.is_first and self.noise is not None and noise_keys is not None:
+            x = self.noise(x, noise_keys)
         for number, block in self.layers.items():
             x = block(x, *inputs.of(int(number)))
         if not self.is_last:

@@ -29,6 +29,7 @@ from megatron_llama.arch.names import Rectangle, keep_rows
 from megatron_llama.config.optimizers import OptimizerRow
 from megatron_llama.devices.kernels import UpdateKernels
 from megatron_llama.model.init import torch_dtype
+from megatron_llama.model.noise import mix
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
 from megatron_llama.optim.blockwise import BlockwiseState, levels_on
 
@@ -222,7 +223,7 @@ def noise(keys: Keys, step: Tensor, offset: tuple[int, ...], size: tuple[int, ..
 
     ``step`` is an int32 scalar tensor, so that a compiled graph does not depend on its value.
     """
-    row, column = (_mix(step ^ key) + first for key, first in zip(keys, (*offset, 0)[:2], strict=True))
+    row, column = (mix(step ^ key) + first for key, first in zip(keys, (*offset, 0)[:2], strict=True))
     return _noise_from(row, column, *(_numbers(count, device) for count in size))
 
 
@@ -231,10 +232,10 @@ def _noise_from(row: Tensor, column: Tensor, rows: Tensor, columns: Tensor | Non
 
     ``rows``, ``columns`` (of a matrix): 0, 1, ..., int32.
     """
-    rows = _mix(rows + row)
+    rows = mix(rows + row)
     if columns is None:
-        return _mix(rows ^ _mix(column)) & _LOW_16
-    return _mix(rows[:, None] ^ _mix(columns + column)) & _LOW_16
+        return mix(rows ^ mix(column)) & _LOW_16
+    return mix(rows[:, None] ^ mix(columns + column)) & _LOW_16
 
 
 def round_with_noise(values: Tensor, starts: Tensor, *numbers: Tensor) -> Tensor:
@@ -253,7 +254,7 @@ def start_of_noise(keys: Keys, step: int, offset: tuple[int, ...]) -> tuple[int,
 
 
 def _mixed(x: int) -> int:
-    """Return ``_mix`` of a host number, unsigned."""
+    """Return ``mix`` of a host number, unsigned."""
     x &= 0xFFFFFFFF
     x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
     x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
@@ -277,20 +278,6 @@ def _numbers(count: int, device: torch.device) -> Tensor:
 
 _kept_numbers = cache(_numbers)
 """Ranges in memory: Inductor of torch 2.11 makes int64 of a range whose size is dynamic."""
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Hash by lowbias32 (github.com/skeeto/hash-prospector), a bijection of 32 bits with low avalanche bias.
-
-    The masks clear the sign bits that int32 shifts copy in from the left.
-    """
-    x = x ^ ((x >> 16) & 0xFFFF)
-    x = x * 0x7FEB352D
-    x = x ^ ((x >> 15) & 0x1FFFF)
-    x = x * (0x846CA68B - (1 << 32))
-    return x ^ ((x >> 16) & 0xFFFF)
-
-
 # SGD with momentum = ``optim.betas[0]``. torch's SGD skips an update on the device only in its fused kernel, whose
 # rounding depends on the layout. So the update is by rows in every precision.
 

@@ -21,6 +21,7 @@ from megatron_llama.model.llama import BlockParts, Llama, Wrapper, build_norm, p
 from megatron_llama.model.lora import add_lora, freeze
 from megatron_llama.model.loss import IN_PLACE, Head, fused_softmax
 from megatron_llama.model.mlp_chunks import run_in_chunks
+from megatron_llama.model.noise import EmbeddingNoise
 from megatron_llama.model.offload import Offload
 from megatron_llama.model.preference import PreferenceLoss
 from megatron_llama.model.quantized import quantized_linear
@@ -100,10 +101,18 @@ def _preference(build: Build, parts: BlockParts) -> BlockParts:
     return replace(parts, head=partial(parts.head, preference=PreferenceLoss(build.plan.config.finetune, context)))
 
 
+def _noise(build: Build, parts: BlockParts) -> BlockParts:
+    topology, config = build.topology, build.plan.config
+    part = (topology.place["tp"], topology.sizes["tp"]) if build.plan.sp else (0, 1)
+    assert config.finetune.neftune_noise_alpha is not None
+    return replace(parts, noise=EmbeddingNoise(config.finetune.neftune_noise_alpha, config.data.length, part))
+
+
 PARTS: dict[str, Callable[[Build, BlockParts], BlockParts]] = {
     "cp": lambda b, parts: divided_parts(parts, b.topology, b.kernels, b.groups, b.plan.config.trainer.cp_comm),
     "exact": lambda b, parts: b.exact.parts(parts),
     "preference": _preference,
+    "NEFTune": _noise,
     "QK-Clip": lambda b, parts: replace(parts, measure_logits=logits_measure(b.plan, b.groups)),
     "fused operators": _fused,
     "quantized": lambda b, parts: replace(parts, linear=partial(quantized_linear, kind=str(b.plan.quantized))),

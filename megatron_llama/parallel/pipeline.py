@@ -63,7 +63,8 @@ def run_schedule(
         batch = next(batches)
         labels = (batch.labels, batch.loss_mask / total_tokens) if chunk.is_last else (None, None)
         inputs = chunk.build_inputs(batch.tokens, batch.documents, batch.subsets if train else None)
-        output = chunk(batch.tokens, *labels, inputs, pairs=batch.pairs)
+        keys = batch.noise_keys if train else None
+        output = chunk(batch.tokens, *labels, inputs, pairs=batch.pairs, noise_keys=keys)
         return output, lambda loss: (loss[0] if metrics else loss, batch.loss_mask.sum().int(), loss.detach())
 
     contexts = [no_sync_func(chunk, trainer.zero, copies) for chunk, copies in zip(chunks, compute_copies, strict=True)]

@@ -26,6 +26,7 @@ def build_steps(plan: Plan) -> dict[str, str]:
         "cp": f"cp {trainer.cp} by {trainer.cp_comm}" if trainer.cp > 1 else "",
         "exact": "exact" if trainer.exact else "",
         "preference": {"sft": "", "dpo": f"dpo {finetune.loss_type}"}.get(finetune.objective, finetune.objective),
+        "NEFTune": "" if finetune.neftune_noise_alpha is None else f"NEFTune {finetune.neftune_noise_alpha:g}",
         "QK-Clip": "" if plan.config.optim.qk_clip is None else "QK-Clip",
         "fused operators": "fused operators" if fuses else "",
         "quantized": f"{plan.quantized} matrices" if plan.quantized else "",

@@ -160,6 +160,7 @@ CHANGES: dict[str, Change] = {
     "finetune.loss_type": Change("ipo", DPO),
     "finetune.label_smoothing": Change(0.1, DPO),
     **of("finetune", "desirable_weight=2.0 undesirable_weight=2.0", {**DPO, "finetune.objective": "kto"}),
+    "finetune.neftune_noise_alpha": Change(5.0, TUNED),
     **of("finetune", "frozen_dtype=bf16 adapter=adapter", LORA),
     **of("device", "name=cpu peak_tflops=1.0 memory_gib=64.0"),
     **of(

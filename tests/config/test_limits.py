@@ -131,6 +131,7 @@ BOUNDS: dict[str, Bounds] = {
     "finetune.label_smoothing": ([-0.1, 1.0], [0.0, 0.5]),
     "finetune.desirable_weight": ([0.0], [0.5, 2.0]),
     "finetune.undesirable_weight": ([-1.0], [0.5, 2.0]),
+    "finetune.neftune_noise_alpha": ([0.0], [5.0, None]),
     "finetune.frozen_dtype": (["int4", "bfloat16", "fp4"], ["fp32", "bf16", "int8", "nf4", None]),
     "device.name": (["gpu"], ["auto", "cpu", "cuda", "neuron", "hpu"]),
     "logging.wandb": (["on", "disabled"], ["off", "offline", "online"]),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_llama.model.noise import EmbeddingNoise, token_keys
 from megatron_llama.plan import Plan
 from tests.finetuning import runner
 from tests.finetuning.runner import (
@@ -54,6 +56,61 @@ def test_lora(ranks: int, layout: list[str], world: World, theirs_lora: Tuned, t
     assert all(torch.equal(tensor, base[name]) for name, tensor in ours.frozen.items()), "the base has moved"
 
 
+<<<<<<< HEAD
+=======
+def noisy(rank: int, plan: Plan, base: Path) -> Tuned:
+    """Full fine-tuning by transformers, with noise on the embeddings."""
+    model, size = runner.their_base(base), plan.config.trainer.global_batch_size
+    noise = EmbeddingNoise(5.0, plan.config.data.length, (0, 1))
+
+    def loss_of(model: Any, plan: Plan, step: int) -> torch.Tensor:
+        samples = range(step * size, (step + 1) * size)
+        keys = torch.stack([token_keys(plan.config.trainer.seed, n, plan.config.data.length) for n in samples])
+        hook = model.get_input_embeddings().register_forward_hook(
+            lambda module, args, output: noise(output.transpose(0, 1), keys).transpose(0, 1)
+        )
+        with hook:
+            return runner.loss_of_batch(model, plan, step)
+
+    return runner.train_theirs(model, plan, runner.STEPS, loss_of)
+
+
+NOISY = {
+    "tp2·pp2+sp": (4, ["trainer.tp=2", "trainer.pp=2"]),
+    "cp2, zero 3": (4, ["trainer.cp=2", "trainer.zero=3", MICRO_1]),
+}
+
+
+@pytest.mark.parametrize(("ranks", "layout"), rows(NOISY.items(), {"tp2·pp2+sp"}))
+def test_neftune(ranks: int, layout: list[str], world: World, tmp_path: Path) -> None:
+    changes = [*world.full, "finetune.neftune_noise_alpha=5"]
+    theirs = run_ranks(noisy, 1, make_plan(1, tmp_path, *changes), world.base)[0]
+    assert_near(tune(ranks, tmp_path, *changes, *layout), theirs)
+
+
+def test_noise_of_neftune_is_uniform() -> None:
+    keys = torch.stack([token_keys(1234, sample, 512) for sample in (0, 1, 2**40)])
+    noise = EmbeddingNoise(5.0, 512, (0, 1))(torch.zeros(512, 3, 256), keys) * (512 * 256) ** 0.5 / 5
+    assert noise.abs().max() < 1 and len(noise.unique()) > 65_000
+    counts = torch.histc(noise, 64)
+    mean = noise.numel() / 64
+    # Chi-square with 63 degrees of freedom; 130 has a probability of 2e-6.
+    assert ((counts - mean) ** 2 / mean).sum() < 130
+    assert noise.mean(dim=(0, 2)).abs().max() < 0.01 and (noise[:, 0] * noise[:, 1]).mean().abs() < 0.01
+
+
+def test_a_small_difference_exceeds_the_tolerance(world: World, theirs_lora: Tuned, tmp_path: Path) -> None:
+    ours = tune(1, tmp_path, *world.lora, steps=1, tamper=_scale_by_1_001)
+    assert abs(ours.norms[0] / theirs_lora.norms[0] - 1) > 10 * TOLERANCE
+
+
+def _scale_by_1_001(model: ParallelModel) -> None:
+    for module in model.chunks[0].modules():
+        if hasattr(module, "lora_A"):
+            module.scaling *= 1.001  # type: ignore[operator,assignment]
+
+
+>>>>>>> 07c2ff60 (finetune: add NEFTune's noise, equal in every layout)
 # Layouts, and models if there is a setting of the model, compared with one process.
 HARDER = {
     "tp4, shared kv heads": (4, ["trainer.tp=4", "trainer.sp=false"]),

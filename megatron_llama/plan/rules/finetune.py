@@ -34,8 +34,16 @@ def fine_tuning_has_a_start(config: Config, world_size: int) -> Iterator[Problem
         yield Problem("init_from", None, rule, instead)
 
 
-PREFERENCE = ("objective", "beta", "loss_type", "label_smoothing", "desirable_weight", "undesirable_weight")
-"""Settings of preference training, for full fine-tuning and LoRA."""
+PREFERENCE = (
+    "objective",
+    "beta",
+    "loss_type",
+    "label_smoothing",
+    "desirable_weight",
+    "undesirable_weight",
+    "neftune_noise_alpha",
+)
+"""Settings for full fine-tuning and LoRA."""
 
 
 @reads("finetune")
