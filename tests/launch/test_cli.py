@@ -345,15 +345,6 @@ def torchrun(path: Path, arguments: list[str], folder: Path) -> subprocess.Compl
     return run_command(*command, cwd=folder, timeout=240, GLOO_SOCKET_IFNAME="lo")
 
 
-@pytest.mark.slow
-def test_torchrun_ranks_share_a_folder_that_nobody_named(tmp_path: Path) -> None:
-    done = torchrun(script(tmp_path, "meet"), [*TINY, "trainer.tp=2"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert [(folder / f"sum{rank}").read_text() for rank in range(2)] == ["1.0", "1.0"]
-    assert (folder / "config.yaml").exists() and (folder / "plan.txt").exists()
-
-
 def test_torchrun_shows_the_first_failure(tmp_path: Path) -> None:
     done = torchrun(script(tmp_path, "fail_on_one", patience=20), [*TINY, "trainer.tp=2"], tmp_path)
     assert done.returncode == 1
