@@ -30,14 +30,14 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "checkpoint/test_jobs.py::test_a_failing_step_finishes_the_save_of_the_previous_step": ("failed",),
     "checkpoint/test_jobs.py::test_a_flipped_bit_stops_the_run_before_a_checkpoint_has_it": ("0",),
-    "checkpoint/test_layouts.py::test_any_layout_loads_into_any": (
+    "checkpoint/test_megatron.py::test_a_run_continues_in_megatrons_order": (),
+    "checkpoint/test_megatron.py::test_moments_by_buffers_are_rejected": (),
+    "checkpoint/test_resume.py::test_another_layout_resumes_within_the_layout_tolerance": ("muon",),
+    "checkpoint/test_resume.py::test_any_layout_loads_into_any": (
         "odd vocabulary: dp2, zero 2 to cp2·dp2, zero 3",
         "odd vocabulary: tp4, kv heads < tp to tp2",
         "tied: dp2, zero 2 to dp4, hybrid",
     ),
-    "checkpoint/test_megatron.py::test_a_run_continues_in_megatrons_order": (),
-    "checkpoint/test_megatron.py::test_moments_by_buffers_are_rejected": (),
-    "checkpoint/test_resume.py::test_another_layout_resumes_within_the_layout_tolerance": ("muon",),
     "data/test_finetuning_set.py::test_a_resume_in_an_epoch_is_the_uninterrupted_run": (),
     "data/test_finetuning_set.py::test_loss_is_per_learned_token_of_the_global_batch_in_every_layout": ("True",),
     "data_prep/test_file_kinds.py::test_pipes": ("fifo-False",),
