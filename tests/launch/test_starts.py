@@ -170,17 +170,10 @@ def test_a_launcher_notes_the_reason(launcher: MakeLauncher, tmp_path: Path, end
     assert start.status == status and reason in start.reason
 
 
-def test_each_restart_is_a_start(launcher: MakeLauncher, tmp_path: Path) -> None:
-    job = launcher(lambda: run_here(plan_in(tmp_path / "run", restarts=2), partial(without_plan, fail)))
-    assert job.wait() == 1
-    starts, _ = read_starts(tmp_path / "run")
-    assert [start.status for start in starts] == [1, 1, 1]
-
-
 def test_restarts_fork_from_a_process_without_threads(
     launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store of the previous start has a thread, which ends with it."""
+    """The store of the previous start has a thread, which ends with it. Each restart is a start."""
     start_rank = start_module.Rank.start
     hosted: list[str] = []
 
@@ -201,6 +194,7 @@ def test_restarts_fork_from_a_process_without_threads(
     starts = [path.read_text() for path in sorted(tmp_path.glob("start*"))]
     store = "pt_tcpstore_uv"
     assert starts == ["[] []", f"[] ['{store}']", f"[] ['{store}', '{store}']"], job.errors
+    assert [start.status for start in read_starts(tmp_path / "run")[0]] == [1, 1, 1]
 
 
 def test_a_signal_after_the_wait_for_a_rank_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
