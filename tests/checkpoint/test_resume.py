@@ -1,4 +1,4 @@
-"""A resumed run equals an uninterrupted one; another layout has the same bits, another precision converts states."""
+"""A resumed run equals an uninterrupted one, bit-identical in other layouts; another precision converts states."""
 
 from __future__ import annotations
 

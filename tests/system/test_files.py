@@ -212,34 +212,8 @@ def test_a_failed_writer_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
 
 
-# In a folder with the private folder a/cache: commands, then the path that is checked (/*: with all files below it).
-EXPOSURES = """
-stat -c %a a a/cache; a/cache/*
-true; a/cache/missing/too
-chmod 777 a/cache; a/cache
-chmod 702 a/cache; a/cache
-chmod 1777 a/cache; a/cache
-chmod 770 a/cache; a/cache
-chmod 777 a; a/cache
-chmod 1777 a; a/cache
-ln -s a/cache link; link/below
-ln -s a/cache link; chmod 777 a/cache; link/below
-ln -s a/cache link; chmod 1777 a/cache; link
-ln -s loop loop; loop
-mkdir -m 700 a/b a/c; mkdir -m 777 c; ln -s a/b link; ln -s ../c a/b/up; link/up
-mkdir -m 700 a/b c; mkdir -m 777 a/c; ln -s a/b link; ln -s ../c a/b/up; link/up
-mkdir a/cache/sub; touch a/cache/sub/x; chmod 666 a/cache/sub/x; a/cache/*
-mkdir a/cache/sub; touch a/cache/sub/x; chmod 666 a/cache/sub/x; chmod 755 a/cache; a/cache/*
-mv a/cache a/planted; a/planted
-mkdir a/planted a/planted/below; a/planted/below
-touch a/cache/planted; a/cache/*
-touch a/cache/x; ln -s x a/cache/planted; a/cache/*
-touch a/cache/x; ln -s x a/cache/planted; a/cache/planted
-touch a/cache/x; ln -s $PWD/a/cache/x a/cache/inside; ln -s . a/cache/sub; ln -s inside a/cache/link; a/cache/*
-touch a/x; ln -s ../x a/cache/link; a/cache/*
-touch a/x; ln -s $PWD/a/x a/cache/link; a/cache/*
-touch a/x; ln -s . a/cache/sub; ln -s sub/../../x a/cache/link; a/cache/*
-"""
+TABLE = Path(__file__).with_name("exposures.txt")
+"""In a folder with the private folder a/cache: commands; the path that is checked (/*: with all files below it)."""
 
 
 def test_exposures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +227,7 @@ def test_exposures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(private_folder, "_is_own_group", lambda gid: False)
     monkeypatch.setattr(private_folder.os, "lstat", planted_lstat)
-    for number, line in enumerate(EXPOSURES.strip().splitlines()):
+    for number, line in enumerate(TABLE.read_text().splitlines()):
         root = tmp_path / str(number)
         make_private(root / "a/cache")
         commands, _, path = line.rpartition("; ")
