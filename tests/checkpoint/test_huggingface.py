@@ -425,6 +425,32 @@ def test_a_sentencepiece_model_becomes_the_tokenizer(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == ours.eos_id()
 
 
+def test_ctranslate2_continues_as_transformers(tmp_path: Path) -> None:
+    """A program that serves such folders writes the greedy continuation of an exported run."""
+    pytest.importorskip("ctranslate2", reason="ctranslate2 is a dev dependency")
+    tokenizer = train_sentencepiece(tmp_path / "tok")
+    shape = ["model.vocab_size=320", "model.hidden_size=64", "model.initializer_range=0.3"]
+    run(1, tmp_path / "run", f"data.tokenizer={tokenizer}", *shape, until=1)
+    export(find_checkpoint(tmp_path / "run"), tmp_path / "hf")
+    ((ours, theirs),) = run_ranks(_greedy_tokens, 1, tmp_path / "hf", "on the mat")
+    assert len(ours) == 12 and theirs == ours
+
+
+def _greedy_tokens(rank: int, folder: Path, prompt: str) -> tuple[list[int], list[int]]:
+    """Return 12 tokens by transformers, and by CTranslate2 from the converted folder."""
+    import ctranslate2
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(prompt)["input_ids"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ours = model.generate(torch.tensor([ids]), max_new_tokens=12, min_new_tokens=12, do_sample=False)[0, len(ids) :]
+    ctranslate2.converters.TransformersConverter(str(folder)).convert(str(folder / "converted"))
+    generator = ctranslate2.Generator(str(folder / "converted"), compute_type="float32", intra_threads=1)
+    start = [tokenizer.convert_ids_to_tokens(ids)]
+    settings = {"max_length": 12, "min_length": 12, "sampling_topk": 1, "include_prompt_in_result": False}
+    return ours.tolist(), generator.generate_batch(start, **settings)[0].sequences_ids[0]
+
+
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(CorruptFile, match="not a regular file"):
