@@ -9,19 +9,31 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from megatron_llama.config import ConfigError, Problem, format_problems
+from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.system.programs import BATCH_FOLDER, batch_script, batch_variables, name_commands
 
 
-def run_tool(usage: str, argv: Sequence[str], work: Callable[[], int]) -> int:
-    """Print ``usage`` if ``argv`` asks for help, else call ``work`` and report its problems; return the exit status."""
+def run_tool(usage: str, argv: Sequence[str], work: Callable[[Any, list[str]], int], **options: Any) -> int:
+    """Print ``usage`` if ``argv`` asks for help, else call ``work`` and report its problems; return the exit status.
+
+    Args:
+        work: called with the parsed options, by attribute, and the other arguments.
+        options: type of each option's value by name; bool for a flag.
+    """
+    usage = name_commands(usage)
     if {"--help", "-h"} & set(argv):
-        sys.stdout.write(name_commands(usage))
+        sys.stdout.write(usage)
         return 0
+    parser = ArgumentParser(usage=usage, add_help=False, allow_abbrev=False)
+    for name, kind in options.items():
+        how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
+        parser.add_argument(f"--{name.replace('_', '-')}", **how)
     try:
-        return work()
+        return work(*parser.parse_known_args(argv))
     except ConfigError as error:
         sys.stderr.write(format_problems(error) + "\n")
         return EXIT_USER

@@ -5,6 +5,7 @@ With ``--one-per-stage``, one process per distinct pipeline stage represents the
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -55,14 +56,13 @@ FOLDER = "compile"
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/compile.py`` with ``argv``; return the exit status."""
-    return run_tool(USAGE, argv, lambda: _run(argv))
+    return run_tool(USAGE, argv, _run, one_per_stage=bool)
 
 
-def _run(argv: Sequence[str]) -> int:
-    overrides = [argument for argument in argv if argument != ONE_PER_STAGE]
+def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     words = [*overrides, *MOCK_RUN, "data.name=compile", "trainer.compile=true"]
     _set_ahead_of_time_environment(words)
-    if len(overrides) == len(argv):
+    if not arguments.one_per_stage:
         return cli.main(words, entry=compile_ahead, subfolder=FOLDER)
     return _start(_plan(cli.parse_overrides(words, subfolder=FOLDER)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,9 +14,7 @@ from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import find_device
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan, batch_line, layout_lines
-from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.files import write_atomically
-from megatron_llama.system.programs import name_commands
 from megatron_llama.system.tables import text_table
 from megatron_llama.tools.common import MOCK_RUN, format_ranks, run_tool
 from megatron_llama.tools.figures import as_png, as_svg
@@ -68,14 +67,10 @@ docs/guides/training/parallelism.md explains the diagrams.
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/pipeline.py`` with ``argv``; return the exit status."""
-    return run_tool(USAGE, argv, lambda: _run(argv))
+    return run_tool(USAGE, argv, _run, measure=bool, out=Path)
 
 
-def _run(argv: Sequence[str]) -> int:
-    parser = ArgumentParser(usage=name_commands(USAGE), add_help=False, allow_abbrev=False)
-    parser.add_argument("--measure", action="store_true")
-    parser.add_argument("--out", type=Path)
-    arguments, overrides = parser.parse_known_args(argv)
+def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     plan, run = plan_picture(overrides, arguments.measure)
     trainer = plan.config.trainer
     name = f"{plan.model.name}_pp{trainer.pp}_vpp{trainer.vpp}_m{plan.num_microbatches}.svg"

@@ -56,24 +56,22 @@ pretraining recipes need trainer.global_batch_size.
 Exit status: 0 the run fits, 1 it does not fit, 2 invalid arguments or
 settings.
 """
-PUBLISHED, CALIBRATE = "--published", "--calibrate"
+PUBLISHED = "--published"
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/plan.py`` with ``argv``; return the exit status."""
-    return run_tool(USAGE, argv, lambda: _run(argv))
+    return run_tool(USAGE, argv, _run, json=bool, devices=bool, calibrate=bool)
 
 
-def _run(argv: Sequence[str]) -> int:
-    as_json = "--json" in argv
-    rest = [argument for argument in argv if argument != "--json"]
-    if "--devices" in rest:
+def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    if arguments.devices:
         return _devices()
-    if CALIBRATE in rest:
-        return _calibrate([argument for argument in rest if argument != CALIBRATE])
+    if arguments.calibrate:
+        return _calibrate(rest)
     if any(argument.partition("=")[0] == PUBLISHED for argument in rest):
-        return _published(rest, as_json)
-    return _plan(rest, as_json)
+        return _published(rest, arguments.json)
+    return _plan(rest, arguments.json)
 
 
 def _plan(overrides: Sequence[str], as_json: bool) -> int:
@@ -98,7 +96,7 @@ def _calibrate(others: Sequence[str]) -> int:
 
     if others:
         rule, advice = "accepts no other argument", "remove the other arguments"
-        raise ConfigError([Problem(CALIBRATE, " ".join(others), rule, advice)])
+        raise ConfigError([Problem("--calibrate", " ".join(others), rule, advice)])
     return calibrate()
 
 

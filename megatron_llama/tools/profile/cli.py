@@ -51,10 +51,10 @@ _ONLY_STEPS = (
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/profile.py`` with ``argv``; return the exit status."""
-    return run_tool(USAGE, argv, lambda: _run(argv))
+    return run_tool(USAGE, argv, _run)
 
 
-def _run(argv: Sequence[str]) -> int:
+def _run(_: object, argv: Sequence[str]) -> int:
     data = ("data=", "data.prefixes=", "data.mock=", "experiment=")
     selects_data = any(word.lstrip("+").startswith(data) for word in argv)
     words = [*argv, *([] if selects_data else [*NO_FILES, "data.name=profile"])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -10,10 +11,8 @@ from pathlib import Path
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.plan import Plan, batch_line, layout_lines
-from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.files import write_atomically
-from megatron_llama.system.programs import name_commands
 from megatron_llama.system.tables import GIB
 from megatron_llama.tools.common import MOCK_RUN, run_tool
 from megatron_llama.tools.figures import draw_memory
@@ -58,15 +57,10 @@ docs/guides/tools/rehearse.md lists the exact and the approximate numbers.
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/rehearse.py`` with ``argv``; return the exit status."""
-    return run_tool(USAGE, argv, lambda: _run(argv))
+    return run_tool(USAGE, argv, _run, ranks=str, json=bool, pictures=Path)
 
 
-def _run(argv: Sequence[str]) -> int:
-    parser = ArgumentParser(usage=name_commands(USAGE), add_help=False, allow_abbrev=False)
-    parser.add_argument("--ranks")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--pictures", type=Path, default=Path("runs/rehearsal"))
-    arguments, overrides = parser.parse_known_args(argv)
+def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     plan, notes, hardware = read_rehearsal(overrides)
     ranks = representative_ranks(plan) if arguments.ranks is None else _ranks(arguments.ranks, plan)
     from megatron_llama.tools.rehearse.rehearsal import rehearse  # needs torch
@@ -82,7 +76,7 @@ def _run(argv: Sequence[str]) -> int:
         if arguments.json:
             reports.append(as_json(rehearsal))
         else:
-            _report(plan, rehearsal, hardware.title, arguments.pictures)
+            _report(plan, rehearsal, hardware.title, arguments.pictures or Path("runs/rehearsal"))
     if arguments.json:
         trainer = plan.config.trainer
         report = {

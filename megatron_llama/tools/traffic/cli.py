@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,10 +26,9 @@ from megatron_llama.tools.forecast.traffic import (
 )
 from megatron_llama.tools.planned_run import read_planned_run
 
-MEASURE = "--measure"
 HEAD = "bytes per training step and rank"
-USAGE = f"""\
-usage: python scripts/traffic.py [{MEASURE}] [group=choice ...]
+USAGE = """\
+usage: python scripts/traffic.py [--measure] [group=choice ...]
                                  [section.setting=value ...]
                                  [cluster.setting=value ...]
 
@@ -40,7 +40,7 @@ device=NAME or cluster.device=NAME selects the hardware. Without both, models
 of pretraining recipes are planned for h100, others for this machine. Models of
 recipes need trainer.global_batch_size.
 
-  {MEASURE}   also run two steps here on random data, count the bytes sent and
+  --measure   also run two steps here on random data, count the bytes sent and
               compare; every byte and call must match
   --help      show this text
 
@@ -54,7 +54,7 @@ Columns
 Examples
   python scripts/traffic.py model=llama7b trainer.tp=8 \\
       trainer.dp=16 trainer.global_batch_size=1024
-  python scripts/traffic.py {MEASURE} trainer.tp=2 trainer.pp=2
+  python scripts/traffic.py --measure trainer.tp=2 trainer.pp=2
 
 Exit status: 0 done, 1 counts differ from the prediction, 2 a config error,
 else a failure.
@@ -63,14 +63,12 @@ else a failure.
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/traffic.py`` with ``argv``; return the exit status."""
-    return run_tool(USAGE, argv, lambda: _run(argv))
+    return run_tool(USAGE, argv, _run, measure=bool)
 
 
-def _run(argv: Sequence[str]) -> int:
-    measure = MEASURE in argv
-    overrides = [argument for argument in argv if argument != MEASURE]
-    more = [*MOCK_RUN, "data.name=traffic", "checkpoint.every_steps=null", f"dry_run={not measure}"]
-    if measure:
+def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    more = [*MOCK_RUN, "data.name=traffic", "checkpoint.every_steps=null", f"dry_run={not arguments.measure}"]
+    if arguments.measure:
         return _measure(find_world(cli.parse_overrides([*overrides, *more]), None).plan())
     run = read_planned_run(overrides, more)
     lines = [*run.hardware.head(), *predicted_lines(run.world.plan(), run.hardware.title)]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
-from megatron_llama.system.programs import name_commands
 from megatron_llama.tools.common import run_tool
 
 USAGE = """\
@@ -54,17 +53,13 @@ arguments or settings.
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/tune.py`` with ``argv``; return the exit status."""
-    return run_tool(USAGE, argv, lambda: _run(argv))
+    return run_tool(USAGE, argv, _run, output=Path, no_trials=bool)
 
 
-def _run(argv: Sequence[str]) -> int:
+def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from megatron_llama.config import ConfigError, Problem
     from megatron_llama.tools.tune.objectives import NothingWorks, tune
 
-    parser = ArgumentParser(usage=name_commands(USAGE), add_help=False, allow_abbrev=False)
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--no-trials", action="store_true")
-    arguments, overrides = parser.parse_known_args(argv)
     output = arguments.output
     if output is not None and output.suffix not in (".yaml", ".yml"):
         rule = "must be the path of a .yaml file"
