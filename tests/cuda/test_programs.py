@@ -1,9 +1,10 @@
-"""Saving, resuming, validation, generation, evaluation, signals and hangs with device=cuda on the runtime."""
+"""Saving, resuming, validation, generation, evaluation, prove_gpu, signals and hangs with device=cuda on the runtime."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 from pathlib import Path
@@ -13,9 +14,10 @@ import pytest
 import torch
 
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_RESTART, EXIT_USER
+from megatron_llama.tools.prove_gpu.cli import parts
 from tests.cuda.harness import LIMIT_SECONDS, Runtime
 from tests.cuda.in_process import FAULT
-from tests.paths import ROOT
+from tests.paths import ROOT, SCRIPTS
 from tests.tools.inference.models import make_folder
 
 pytestmark = pytest.mark.slow
@@ -96,3 +98,26 @@ def test_evaluation(runtime: Runtime, model: Path, tmp_path: Path) -> None:
     run = runtime.command(tmp_path, *words, "--seq-length", "48", "--output", str(report)).check()
     assert json.loads(report.read_text())["tokens"] == 99
     assert run.logs[0].named("GEMM")
+
+
+@pytest.mark.long
+def test_prove_gpu_runs_to_its_end(runtime: Runtime, tmp_path: Path) -> None:
+    """All parts, the table, the page and the status. Parts that compare numbers fail: kernels compute nothing."""
+    folder = tmp_path / "results"
+    words = [str(SCRIPTS / "prove_gpu.py"), "--small", "--minutes", "6", "--output", str(folder)]
+    run = runtime.start([words], tmp_path, 2, {})
+    assert run.status == 1, run.output[-4000:]  # a part failed, and the command did not
+    record = json.loads((folder / "results.json").read_text())
+    names = [part.name for part in parts()]
+    assert [part["name"] for part in record["parts"]] == names
+    table = [line for line in run.output.splitlines() if line.split(" ")[0] in names]
+    assert len(table) == len(names) and max(map(len, table)) <= 79
+    facts = json.loads((folder / "environment.json").read_text())
+    assert facts["device"] == "cuda" and facts["count"] == 2 and len(facts["cards"]) == 2
+    (page,) = folder.glob("gpu-*.md")
+    text = page.read_text()
+    assert all(f"\n## {name.capitalize()}\n" in text for name in names)
+    assert str(Path.home()) + "/" not in text and str(SCRIPTS.parent) not in text
+    unexpected = re.findall(r"^.*(?:Traceback|AttributeError|NameError|KeyError|TypeError).*$", text, re.MULTILINE)
+    assert not unexpected, "faults of the command, not of the runtime"
+    assert list(folder.glob("smoke/metrics.jsonl"))

@@ -21,7 +21,7 @@ from tests import processes
 from tests.config.helpers import make
 from tests.devices.helpers import FAKES, gaudi, trainium, write
 from tests.oracle import SMALL
-from tests.paths import ROOT
+from tests.paths import ROOT, TRAIN_PY
 
 TRAINIUM, GAUDI = neuron.DEVICE, hpu.DEVICE
 VARIABLES = (
@@ -246,14 +246,7 @@ Events = list[dict[str, Any]]
 
 
 def train(folder: Path, root: Path, *overrides: str, **variables: str) -> tuple[list[float], Events]:
-    """Run ``python train.py ...`` in a new process; return its losses and the stand-ins' records."""
-    _, events = run("train.py", folder, root, *overrides, **variables)
-    return processes.losses(folder / "run"), events
-
-
-def run(script: str, folder: Path, root: Path, *overrides: str, **variables: str) -> tuple[str, Events]:
-    """Run a program in a new process with the driver's files in ``root``; return its output and the stand-ins'
-    records."""
+    """Run train.py in a new process with the driver's files in ``root``; return losses and the stand-ins' records."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.jsonl"
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("NEURON", "TORCH", "PT_"))}
@@ -266,14 +259,10 @@ def run(script: str, folder: Path, root: Path, *overrides: str, **variables: str
     }
     precision = "trainer.precision=fp32"  # accelerators have another default
     arguments = [*SMALL, f"trainer.steps={STEPS}", "checkpoint.save_last=false", precision, f"run.dir={folder / 'run'}"]
-    words = [sys.executable, str(ROOT / script), *arguments, *overrides]
+    words = [sys.executable, str(TRAIN_PY), *arguments, *overrides]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, read(log)
-
-
-def read(log: Path) -> Events:
-    return [json.loads(line) for line in log.read_text().splitlines()]
+    return processes.losses(folder / "run"), [json.loads(line) for line in log.read_text().splitlines()]
 
 
 def named(events: Events, name: str) -> Events:
@@ -325,29 +314,8 @@ def test_trainium(tmp_path: Path, cpu_losses: list[float]) -> None:
     microbatches = 4
     assert len(named(events, "activation or gradient by all-reduce")) == 2 * 2 * microbatches * STEPS
 
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_trainium_compiled_ahead_on_a_machine_without_one(tmp_path: Path, cpu_losses: list[float]) -> None:
-    """Then the run finds every graph, and the user's variables are kept."""
-    cache_folder, nothing = f"trainer.compile_cache={tmp_path / 'cache'}", tmp_path / "no chips"
-    nothing.mkdir()
-    variables = {"NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}
-    requested = ("--one-per-stage", "device=neuron", *PIPELINE, cache_folder)
-    _, events = run("scripts/compile.py", tmp_path / "ahead", nothing, *requested, **variables)
-    assert len(named(events, "compiled")) == 2
-    report = json.loads((tmp_path / "ahead/run/compile/compile.json").read_text())
-    assert (report["total_graphs"], report["total_failed_compilations"], report["cache_misses"]) == (1, 0, 1)
-
-    root = trainium(tmp_path / "machine")
-    variables = {"NEURON_RT_NUM_CORES": "2", "TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION": "0"}
-    losses, events = train(tmp_path / "train", root, "device=neuron", *PIPELINE, cache_folder, **variables)
-    assert agree(losses, cpu_losses)
+    _, events = train(tmp_path / "second", root, "device=neuron", *PIPELINE, **variables)
     assert not named(events, "compiled") and len(named(events, "cache hit")) == 4
-    report = json.loads((tmp_path / "train/run/compile.json").read_text())
-    assert (report["cache_hits"], report["cache_misses"]) == (2, 0)
-    for event in named(events, "import torch"):
-        assert event["environment"]["TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION"] == "0"
 
 
 @pytest.mark.slow

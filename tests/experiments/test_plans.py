@@ -150,20 +150,6 @@ def test_qnli_trainium_is_the_published_run() -> None:
         assert [len(chunk) for chunk in plan.stage_layers] == [layers] * pp and plan.world_size == 8 * pp * 16
 
 
-@pytest.mark.parametrize(("machines", "dp"), [(1, 4), (2, 8), (4, 16)])
-def test_dp_is_computed_where_their_table_says_4(machines: int, dp: int) -> None:
-    """A dp that is stated must be right."""
-    for stated in ("null", "4"):
-        config = load_config(
-            [f"experiment={TRAINIUM}", "data=mock", "init_from=null", f"trainer.dp={stated}"], CONF_DIR
-        )
-        if stated == "null" or dp == 4:
-            assert resolve(config, 32 * machines).dp == dp
-        else:
-            with pytest.raises(ConfigError, match=f"write trainer.dp={dp}, or omit it"):
-                resolve(config, 32 * machines)
-
-
 def test_lora_zero3_is_the_published_run_in_every_stage() -> None:
     needed = []
     for zero in (0, 1, 2, 3):

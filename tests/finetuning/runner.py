@@ -13,7 +13,6 @@ from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.config import load_config
 from megatron_llama.data.batches import Data
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.train.reference import add_reference
 from tests.model.llamas import hf_config, whole_batch
@@ -56,7 +55,6 @@ BIASES = ("model.model_type=qwen2", *LORA, "finetune.bias=all")
 # Of a global batch of 4; without it, 2.
 MICRO_1 = "trainer.micro_batch_size=1"
 TOLERANCE = 1e-5  # fp32; sums in another order
-Tamper = Callable[[ParallelModel], None]
 
 
 @dataclass
@@ -77,13 +75,9 @@ def make_plan(world: int, folder: Path, *overrides: str) -> Plan:
     return resolve(load_config([*SETTINGS, f"run.dir={folder}", *overrides], CONF), world)
 
 
-def tune(world: int, folder: Path, *overrides: str, steps: int = STEPS, tamper: Tamper | None = None) -> Tuned:
-    """Start or resume the run in ``folder`` on forked ranks, train until step ``steps``, and save.
-
-    Args:
-        tamper: modifies the model on each rank before the weights are loaded.
-    """
-    answers = run_ranks(_tune, world, make_plan(world, folder, *overrides), steps, tamper)
+def tune(world: int, folder: Path, *overrides: str, steps: int = STEPS) -> Tuned:
+    """Start or resume the run in ``folder`` on forked ranks, train until step ``steps``, and save."""
+    answers = run_ranks(_tune, world, make_plan(world, folder, *overrides), steps)
     first, *_ = answers[0]
     for tuned, *_ in answers:
         assert (tuned.losses, tuned.norms) == (first.losses, first.norms), "ranks disagree about loss or gradient norm"
@@ -92,12 +86,10 @@ def tune(world: int, folder: Path, *overrides: str, steps: int = STEPS, tamper: 
     return first
 
 
-def _tune(rank: int, plan: Plan, steps: int, tamper: Tamper | None) -> tuple:
+def _tune(rank: int, plan: Plan, steps: int) -> tuple:
     with rank_groups(plan, rank):
         model = rank_model(plan, rank)
         optimizer = build_optimizer(plan, model)
-        if tamper is not None:
-            tamper(model)
         data = rank_data(plan) if plan.config.finetune.metrics else Data(rank_batches(plan), {})
         checkpointer = Checkpointer(plan, plan.topology(rank), model, optimizer, data)
         tuned = Tuned()

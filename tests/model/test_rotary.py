@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_llama.config import ModelConfig, RopeScaling, load_config
-from megatron_llama.model.rotary import attention_factor, inverse_frequencies, rotary_table, rotate
+from megatron_llama.model.rotary import inverse_frequencies, rotary_table, rotate
 from tests.model.llamas import hf_config
 from tests.oracle import CPU
 from tests.paths import CONF
@@ -58,19 +58,6 @@ LENGTH = 40
 
 def filled(model: ModelConfig) -> ModelConfig:
     return dataclasses.replace(model, num_key_value_heads=2)
-
-
-@pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
-def test_frequencies_are_those_of_transformers(model: ModelConfig) -> None:
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    config = hf_config(filled(model))
-    functions = {"default": LlamaRotaryEmbedding.compute_default_rope_parameters, **ROPE_INIT_FUNCTIONS}
-    arguments = {} if config.rope_parameters["rope_type"] == "default" else {"seq_len": LENGTH}
-    expected, amplitude = functions[config.rope_parameters["rope_type"]](config, **arguments)
-    assert attention_factor(model) == pytest.approx(amplitude, rel=1e-12)
-    torch.testing.assert_close(inverse_frequencies(model, LENGTH), expected, rtol=1e-6, atol=0)
 
 
 def test_shapes_differ_where_they_should() -> None:

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -393,65 +392,50 @@ def measuring(flops: float, **facts: str) -> Device:
     return Measured()
 
 
-def _starts(rank: int, folder: Path) -> list[float]:
-    """Return the peaks of a first start and of later ones on a slower host state."""
-    plan = plan_of(folder)
-    first, busy, other = measuring(90e9), measuring(12e9), measuring(12e9, processor="B")
-    return [find_peak(plan, device, CPU).flops for device in (first, busy, other)]
+def _peaks(rank: int, folder: Path, devices: list[Device], cores: int | None = None, *overrides: str) -> list[Peak]:
+    """Return the peaks that a rank finds with each device, one after another. ``cores``: also its threads."""
+    if cores is not None:
+        module.usable_cores = lambda: [*range(cores)]
+        torch.set_num_threads(cores)
+    return [find_peak(plan_of(folder, *overrides), device, CPU) for device in devices]
+
+
+def _flops(folder: Path, *devices: Device) -> list[float]:
+    """Return the FLOP/s of two ranks, as if each had a core."""
+    share = min(1.0, len(module.usable_cores()) / 2)
+    one, other = run_ranks(_peaks, 2, folder, [*devices])
+    assert one == other, "on all ranks"
+    return [peak.flops / share for peak in one]
 
 
 def test_a_resumed_run_keeps_its_measured_peak(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    share = _share()
-    peaks = run_ranks(_starts, 2, tmp_path)
-    assert peaks == [pytest.approx([share * 90e9, share * 90e9, share * 12e9])] * 2, "on all ranks"
+    """A first start, and later ones on a busy host and on another processor."""
+    peaks = _flops(tmp_path, measuring(90e9), measuring(12e9), measuring(12e9, processor="B"))
+    assert peaks == pytest.approx([90e9, 90e9, 12e9])
     assert "MFU: measuring the peak again: processor A -> B" in capfd.readouterr().err
     assert json.loads((tmp_path / PEAK_FILE).read_text())["conditions"]["processor"] == "B"
-
-
-def _share() -> float:
-    """Return the share of a core that each of two ranks with one thread has here."""
-    return min(1.0, len(module.usable_cores()) / 2)
-
-
-def _fifty(rank: int, folder: Path) -> list[float]:
-    return [find_peak(plan_of(folder), measuring(50e9), CPU).flops]
 
 
 @pytest.mark.parametrize("text", ["", "[1", "{}", '{"flops": -1, "source": "x", "conditions": {}}', '{"flops": "x"}'])
 def test_a_damaged_file_is_replaced(tmp_path: Path, text: str) -> None:
     (tmp_path / PEAK_FILE).write_text(text)
-    assert run_ranks(_fifty, 2, tmp_path) == [[pytest.approx(_share() * 50e9)]] * 2
+    assert _flops(tmp_path, measuring(50e9)) == pytest.approx([50e9])
 
 
 def test_a_peak_below_a_step_of_the_run_is_replaced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run_ranks(_low, 2, tmp_path)
+    _flops(tmp_path, measuring(1e6))
     log_steps(plan_of(tmp_path), last=2)
-    assert run_ranks(_fifty, 2, tmp_path) == [[pytest.approx(_share() * 50e9)]] * 2
+    assert _flops(tmp_path, measuring(50e9)) == pytest.approx([50e9])
     assert "GFLOP/s was saved" in capfd.readouterr().err
-
-
-def _low(rank: int, folder: Path) -> float:
-    return find_peak(plan_of(folder), measuring(1e6), CPU).flops
-
-
-def _shared(rank: int, folder: Path) -> Peak:
-    module.usable_cores = lambda: [0, 1]
-    torch.set_num_threads(2)
-    return find_peak(plan_of(folder), measuring(80e9), CPU)
 
 
 def test_peaks_of_ranks(tmp_path: Path) -> None:
     """Ranks that share cores share their FLOP/s; a set peak is not measured."""
-    assert run_ranks(_set, 2, tmp_path) == [Peak(2e12, "device.peak_tflops")] * 2
+    peaks = run_ranks(_peaks, 2, tmp_path, [measuring(1.0)], None, "device.peak_tflops=2")
+    assert peaks == [[Peak(2e12, "device.peak_tflops")]] * 2
     assert not (tmp_path / PEAK_FILE).exists()
-    (one, other) = run_ranks(_shared, 2, tmp_path)
-    assert one == other == Peak(pytest.approx(40e9), "measured, 4 threads on 2 cores")
-
-
-def _set(rank: int, folder: Path) -> Peak:
-    plan = plan_of(folder, "device.peak_tflops=2")
-    assert dist.is_initialized()
-    return find_peak(plan, measuring(1.0), CPU)
+    peaks = run_ranks(_peaks, 2, tmp_path, [measuring(80e9)], 2)
+    assert peaks == [[Peak(pytest.approx(40e9), "measured, 4 threads on 2 cores")]] * 2
 
 
 def test_interrupted_measurements_do_not_lower_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
