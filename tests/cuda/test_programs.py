@@ -1,4 +1,4 @@
-"""Saving, resuming, validation, generation, evaluation, prove_gpu, signals and hangs with device=cuda on the runtime."""
+"""Saving, resuming, inference, prove_gpu, signals and hangs with device=cuda on the runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Initial weights are a function of seed, name and position; each preset has the published tensor shapes."""
+"""Initial weights are a function of seed, name and position; presets have the tensors of Hugging Face's models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from megatron_llama.plan import Plan, resolve
 from tests.model.llamas import hf_config
 from tests.oracle import rank_groups
 from tests.paths import CONF
-from tests.plan.published import OURS, PUBLISHED
 from tests.ranks import run_ranks
 
 MODEL = ModelConfig(num_hidden_layers=8, initializer_range=0.05)
@@ -73,16 +72,19 @@ def test_seed_name_and_row_all_matter() -> None:
     assert whole(NAME, (100, 4))[[0, 99], 0].tolist() == pytest.approx(GOLDEN, rel=1e-6, abs=2e-8)
 
 
+# Types, biases, tied embeddings, shared kv heads and widths of heads. tests/arch counts the parameters of all presets.
+PRESETS = (
+    "llama7b llama3_70b llama3.2_1b llama_15m qwen2.5_0.5b qwen2.5_7b qwen3_0.6b qwen3_8b olmo2_7b olmo2_32b".split()
+)
+
+
 @cache
 def plans() -> list[Plan]:
-    names = [*PUBLISHED, *OURS]
-    return [resolve(load_config([f"model={name}", "data=mock", "device=cpu"], CONF), 1) for name in names]
+    return [resolve(load_config([f"model={name}", "data=mock", "device=cpu"], CONF), 1) for name in PRESETS]
 
 
 def test_every_parameter_is_made_of_hugging_face_tensors_and_none_is_left_over() -> None:
-    """Of each kind of preset: names depend on type, biases and tied embeddings."""
-    kinds = {(p.model.model_type, p.model.attention_bias, p.model.tie_word_embeddings): p for p in plans()}
-    for plan, shapes in zip(kinds.values(), run_ranks(_shapes, 1, [*kinds.values()])[0], strict=True):
+    for plan, shapes in zip(plans(), run_ranks(_shapes, 1)[0], strict=True):
         model = dataclasses.replace(plan.model, num_hidden_layers=2)
         covered: dict[str, Shape] = {}
         for name, shape in shapes.items():
@@ -101,11 +103,11 @@ def test_tensors_are_those_of_transformers() -> None:
         assert {name: tuple(p.shape) for name, p in llama.named_parameters()} == hf_shapes(model), model.name
 
 
-def _shapes(rank: int, plans: list[Plan]) -> list[dict[str, torch.Size]]:
-    """Return the parameter shapes of each plan's model, built as one chunk with two layers."""
+def _shapes(rank: int) -> list[dict[str, torch.Size]]:
+    """Return the parameter shapes of each preset, built as one chunk with two layers."""
     actual = []
-    with rank_groups(plans[0], rank):
-        for plan in plans:
+    with rank_groups(plans()[0], rank):
+        for plan in plans():
             with torch.device("meta"):
                 stage, rows = plan.stage_layers[0][:2], plan.padded_vocab_size
                 chunk = Llama(plan.model, mcore_config(plan), stage, padded_vocab_size=rows, parts=BlockParts())
