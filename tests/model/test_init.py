@@ -74,7 +74,7 @@ def test_seed_name_and_row_all_matter() -> None:
 
 # Types, biases, tied embeddings, shared kv heads and widths of heads. tests/arch counts the parameters of all presets.
 PRESETS = (
-    "llama7b llama3_70b llama3.2_1b llama_15m qwen2.5_0.5b qwen2.5_7b qwen3_0.6b qwen3_8b olmo2_7b olmo2_32b".split()
+    "llama7b llama3_70b llama3.2/1b llama_15m qwen2.5/0.5b qwen2.5/7b qwen3/0.6b qwen3/8b olmo2/7b olmo2/32b".split()
 )
 
 
