@@ -11,17 +11,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_llama.arch.pattern import Pattern
-from megatron_llama.tools.prove_gpu.checks import Outcome, Row
-from megatron_llama.tools.prove_gpu.session import CheckFailed, NotRun, Session
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from megatron_llama.devices import Device
+from megatron_llama.devices import Device, get_device
+from megatron_llama.devices.attention_inputs import Documents, dense_mask, masked
 
 LENGTHS = {"small": 193, "full": 1000}
 """Tokens per sequence; no multiples of the kernels' tiles."""
@@ -67,37 +66,8 @@ def cases(mode: str, size: str) -> Iterator[Case]:
                 yield Case(mask, dtype, head_dim, **fields)
 
 
-def check(session: Session, row: Row) -> Outcome:
-    """Compare the kernels of a mode with fp64."""
-    if row.name == "compiled":
-        session.require_compiler()
-    size = "small" if session.small else "full"
-    return judge(session.module(f"attention/{row.name}", "attention", session.device, row.name, size))
-
-
-def judge(results: Sequence[dict[str, Any]]) -> Outcome:
-    """Return the largest error of all cases. Raises CheckFailed if a case failed or is too far."""
-    values: dict[str, Any] = {"cases": list(results)}
-    absent = [result["name"] for result in results if result["error"] is None]
-    measured = [result for result in results if result["error"] is not None]
-    wrong = [each for each in measured if isinstance(each["error"], str) or not each["error"] <= each["tolerance"]]
-    if wrong:
-        error = wrong[0]["error"]
-        text = error if isinstance(error, str) else f"{error:.1e} from fp64, at most {wrong[0]['tolerance']:.0e}"
-        more = f"; {len(wrong) - 1} more of {len(measured)} cases" if len(wrong) > 1 else ""
-        raise CheckFailed(f"{wrong[0]['name']} by {wrong[0]['kernel']}: {text}{more}", values)
-    if not measured:
-        raise NotRun("no kernel is available")
-    worst = max(measured, key=lambda result: float(result["error"] / result["tolerance"]))
-    detail = f"{len(measured)} cases; {worst['name']} by {worst['kernel']} is {worst['error']:.1e} from fp64"
-    unavailable = f"; {len(absent)} cases have no kernel here" if absent else ""
-    return Outcome(detail + unavailable, values | {"error": worst["error"]})
-
-
 def main(argv: Sequence[str]) -> int:
     """Print the results of all cases of a mode: name, kernel, error (number, text, or null: no kernel), tolerance."""
-    from megatron_llama.devices import get_device
-
     name, mode, size = argv
     device, tokens = get_device(name), LENGTHS[size]
     place, results = device.enter(0, 1), []
@@ -114,10 +84,6 @@ def _kernels(
     device: Device, case: Case, mode: str, tokens: int, place: torch.device
 ) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield (name, function of q, k, v) of the kernels of a case."""
-    import torch
-    import torch.nn.functional as F
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     if mode == "backends":
         for name, backend in SDPBackend.__members__.items():
             if name not in ("ERROR", "OVERRIDEABLE"):
@@ -145,10 +111,6 @@ def _kernels(
 
 def _positions(case: Case, tokens: int) -> tuple[Tensor, Tensor]:
     """Return (document, position in it) of each token [rows, s]; with gaps if tokens are dropped."""
-    import torch
-
-    from megatron_llama.devices.attention_inputs import Documents
-
     longer = 2 * tokens if case.dropped else tokens
     index = torch.arange(longer)  # documents of different boundaries in each row
     ids = torch.stack([(index + 17 * row) * case.documents // (longer + 17 * row) for row in range(ROWS)])
@@ -162,8 +124,6 @@ def _positions(case: Case, tokens: int) -> tuple[Tensor, Tensor]:
 
 def _visible(device: Device, case: Case, compiled: bool, tokens: int, place: torch.device) -> Any:
     """Return the inputs of the device's kernel."""
-    from megatron_llama.devices.attention_inputs import Documents, masked
-
     ids, positions = _positions(case, tokens)
     documents = Documents.of(ids).on(lambda x: x.to(place)) if case.documents > 1 else None
     if case.dropped:
@@ -173,8 +133,6 @@ def _visible(device: Device, case: Case, compiled: bool, tokens: int, place: tor
 
 def _measure(attend: Callable[..., Any], case: Case, tokens: int, place: torch.device) -> float | str | None:
     """Return the largest relative distance of output and gradients from fp64; a text if the kernel fails."""
-    import torch
-
     generator = torch.Generator().manual_seed(1)
     dtype = getattr(torch, case.dtype)
     shapes = [(tokens, ROWS, heads, case.head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
@@ -196,10 +154,6 @@ def _measure(attend: Callable[..., Any], case: Case, tokens: int, place: torch.d
 
 def _reference(case: Case, tokens: int, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
     """Return output and gradients of q, k and v in fp64, with a dense mask."""
-    import torch
-
-    from megatron_llama.devices.attention_inputs import dense_mask
-
     ids, positions = _positions(case, tokens)
     mask = dense_mask(positions, case.pattern, ids)
     inputs = [x.double().requires_grad_() for x in (q, k, v)]

@@ -24,10 +24,9 @@ from megatron_llama.system.files import read_json, write_atomically
 from megatron_llama.system.limits import usable_cores
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.progress import duration
-from megatron_llama.system.tables import markdown_table, wrapped_table
+from megatron_llama.system.tables import gib, markdown_table, wrapped_table
 from megatron_llama.system.wrapping import WIDTH, fill, wrap, wrap_lines
 from megatron_llama.tools.common import show_line
-from megatron_llama.tools.prove_gpu import environment
 from megatron_llama.tools.prove_gpu.checks import TABLE, Part, PartResult, Result, Status, read_rows, run_parts
 from megatron_llama.tools.prove_gpu.session import CheckFailed, Clock, Session
 
@@ -227,13 +226,24 @@ def page_lines(facts: dict[str, Any], results: Sequence[PartResult], command: st
     rows = [(part.name, str(part.status), duration(part.seconds), _cell(part.detail)) for part in results]
     yield from markdown_table(HEAD, rows)
     yield from ["", "## Environment", ""]
-    rows_of_facts = [(name, _cell(value)) for name, value in environment.lines(facts)]
+    rows_of_facts = [(name, _cell(value)) for name, value in _fact_rows(facts)]
     yield from markdown_table(("property", "value"), rows_of_facts)
     for part in results:
         yield from ["", f"## {part.name.capitalize()}", "", f"{part.title[:1].upper()}{part.title[1:]}.", ""]
         checks = [(c.name, str(c.status), duration(c.seconds), _cell(c.detail)) for c in part.results]
         yield from markdown_table(("check", "result", "time", "detail"), checks)
     yield from ["", "## This folder", "", CONTENTS]
+
+
+def _fact_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return rows (property, value) for the page."""
+    rows = [(name, str(facts[name])) for name in ("device", "count", "python", "platform", "processor", "cores")]
+    rows += [("memory", gib(facts["memory_bytes"])), ("commit", facts["commit"])]
+    for number, card in enumerate(facts["cards"]):
+        rows.append((f"card {number}", f"{card['name']}, {gib(card['memory_bytes'])}, {card['capability']}"))
+    for title in ("hardware", "libraries", "packages", "variables"):
+        rows += [(name, value) for name, value in facts[title].items()]
+    return [*rows, ("compiler", facts["compiler"] or "not installed")]
 
 
 def _cell(text: str) -> str:

@@ -11,18 +11,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from megatron_llama.devices import (
+    HOST,
+    NAMES,
+    Device,
+    device_named,
+    get_device,
+    ignored_devices,
+    variable_prefixes,
+)
+from megatron_llama.devices.kernels import Float8Operand
+from megatron_llama.devices.processor import processor
 from megatron_llama.system.programs import commit
-from megatron_llama.system.tables import gib
 from megatron_llama.tools.common import package_version
-from megatron_llama.tools.prove_gpu.checks import Outcome, Row
-from megatron_llama.tools.prove_gpu.session import CheckFailed, Session
-
-if TYPE_CHECKING:
-    import torch
-
-    from megatron_llama.devices import Device
 
 PACKAGES = (
     *("megatron_llama", "torch", "megatron-core", "triton", "numpy", "torchao", "transformer-engine"),
@@ -35,51 +40,10 @@ ROUNDS, CALLS = 5, 4
 ATTENTION = {"7 B": (2, 32, 32, 4096, 128), "8 B": (1, 32, 8, 8192, 128), "1 B": (2, 32, 8, 4096, 64)}
 """Sequences, heads, kv heads, tokens, head dimension."""
 MATMUL_SIZE = 256
-MATMUL_TOLERANCE = 1e-4
-
-
-def check(session: Session, row: Row) -> Outcome:
-    """Judge the facts that were collected before the first part."""
-    facts = session.environment
-    if row.name == "compiler":
-        session.require_compiler()
-        return Outcome(facts["compiler"] or "torch.compile's requirements are installed")
-    if row.name == "versions":
-        cards = ", ".join(dict.fromkeys(card["name"] for card in facts["cards"])) or facts["device"]
-        versions = f"torch {facts['packages']['torch']}, Python {facts['python']}"
-        return Outcome(f"{facts['count']} x {cards}, {versions}", facts)
-    error = facts["matmul_error"]
-    if isinstance(error, str):
-        raise CheckFailed(f"the first matmul failed: {error}")
-    if not error <= MATMUL_TOLERANCE:
-        raise CheckFailed(f"a matmul differs from the CPU's by {error:.1e}")
-    return Outcome(f"differs from the CPU's by {error:.1e}", {"error": error})
-
-
-def check_rates(session: Session, _: Row) -> Outcome:
-    """Return all rates. Raises CheckFailed if a measurement raised."""
-    rates = session.module("rates", "environment", session.device, "small" if session.small else "full")
-    errors = [f"{name}: {rate}" for name, rate in rates.items() if isinstance(rate, str)]
-    if errors:
-        raise CheckFailed("; ".join(errors), rates)
-    return Outcome(", ".join(f"{name} {rate:,.1f}" for name, rate in rates.items()), rates)
-
-
-def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return rows (property, value) for the page."""
-    rows = [(name, str(facts[name])) for name in ("device", "count", "python", "platform", "processor", "cores")]
-    rows += [("memory", gib(facts["memory_bytes"])), ("commit", facts["commit"])]
-    for number, card in enumerate(facts["cards"]):
-        rows.append((f"card {number}", f"{card['name']}, {gib(card['memory_bytes'])}, {card['capability']}"))
-    for title in ("hardware", "libraries", "packages", "variables"):
-        rows += [(name, value) for name, value in facts[title].items()]
-    return [*rows, ("compiler", facts["compiler"] or "not installed")]
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the facts of the device ``argv[0]``, or {"missing": reason}; with a size in ``argv[1]``, its rates."""
-    from megatron_llama.devices import get_device
-
     if len(argv) == 1:
         values = collect(argv[0])
     else:
@@ -100,8 +64,6 @@ def _attempt(measure: Callable[[], float]) -> float | str:
 
 def collect(name: str) -> dict[str, Any]:
     """Return the facts as JSON values. Without a usable device: ``missing``, the reason."""
-    from megatron_llama.devices import HOST, NAMES, device_named, get_device, ignored_devices
-
     if name != "auto":
         try:
             return _facts(get_device(name))
@@ -116,8 +78,6 @@ def collect(name: str) -> dict[str, Any]:
 
 
 def _facts(device: Device) -> dict[str, Any]:
-    from megatron_llama.devices.processor import processor
-
     return {
         "device": device.name,
         "is_accelerator": device.is_accelerator,
@@ -141,8 +101,6 @@ def _facts(device: Device) -> dict[str, Any]:
 
 def settings_of_environment(environ: Any) -> dict[str, str]:
     """Return the variables that change a run, without names that may hold secrets."""
-    from megatron_llama.devices import variable_prefixes
-
     prefixes = (*VARIABLES, *variable_prefixes())
     names = sorted(name for name in environ if name.startswith(prefixes))
     return {name: environ[name] for name in names if not any(word in name.upper() for word in SECRETS)}
@@ -150,8 +108,6 @@ def settings_of_environment(environ: Any) -> dict[str, str]:
 
 def _cards(device: Device) -> list[dict[str, Any]]:
     """Return name, memory and capability of each accelerator. Empty for the CPU."""
-    import torch
-
     if not device.is_accelerator:
         return []
     module = torch.get_device_module(torch.device(device.name))
@@ -174,8 +130,6 @@ def _compiler_version() -> str:
 
 def _matmul_error(device: Device) -> float:
     """Return the relative error of an fp32 matmul on the device."""
-    import torch
-
     place = device.enter(0, 1)
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, generator=generator) for _ in range(2))
@@ -186,10 +140,6 @@ def _matmul_error(device: Device) -> float:
 
 def measurements(device: Device, place: torch.device, divisor: int) -> Iterator[tuple[str, Callable[[], float]]]:
     """Yield (name with unit, measurement), with sizes divided by ``divisor``."""
-    import torch
-
-    from megatron_llama.devices.kernels import Float8Operand
-
     kernels, size = device.kernels(False), 8192 // divisor
 
     def rate(work: float, call: Callable[[], object]) -> float:

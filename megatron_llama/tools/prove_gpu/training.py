@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -377,3 +378,61 @@ def judge_benchmark(record: dict[str, Any]) -> Outcome:
     if excluded or not values:
         raise CheckFailed("; ".join(texts), values)
     return Outcome("; ".join(texts), values)
+
+
+# The device and its kernels, which programs of this package measure.
+MATMUL_TOLERANCE = 1e-4
+
+
+def environment(session: Session, row: Row) -> Outcome:
+    """Judge the facts that were collected before the first part."""
+    facts = session.environment
+    if row.name == "compiler":
+        session.require_compiler()
+        return Outcome(facts["compiler"] or "torch.compile's requirements are installed")
+    if row.name == "versions":
+        cards = ", ".join(dict.fromkeys(card["name"] for card in facts["cards"])) or facts["device"]
+        versions = f"torch {facts['packages']['torch']}, Python {facts['python']}"
+        return Outcome(f"{facts['count']} x {cards}, {versions}", facts)
+    error = facts["matmul_error"]
+    if isinstance(error, str):
+        raise CheckFailed(f"the first matmul failed: {error}")
+    if not error <= MATMUL_TOLERANCE:
+        raise CheckFailed(f"a matmul differs from the CPU's by {error:.1e}")
+    return Outcome(f"differs from the CPU's by {error:.1e}", {"error": error})
+
+
+def rates(session: Session, _: Row) -> Outcome:
+    """Return all rates. Raises CheckFailed if a measurement raised."""
+    measured = session.module("rates", "environment", session.device, "small" if session.small else "full")
+    errors = [f"{name}: {rate}" for name, rate in measured.items() if isinstance(rate, str)]
+    if errors:
+        raise CheckFailed("; ".join(errors), measured)
+    return Outcome(", ".join(f"{name} {rate:,.1f}" for name, rate in measured.items()), measured)
+
+
+def attention(session: Session, row: Row) -> Outcome:
+    """Compare the kernels of a mode with fp64."""
+    if row.name == "compiled":
+        session.require_compiler()
+    size = "small" if session.small else "full"
+    return judge_attention(session.module(f"attention/{row.name}", "attention", session.device, row.name, size))
+
+
+def judge_attention(results: Sequence[dict[str, Any]]) -> Outcome:
+    """Return the largest error of all cases. Raises CheckFailed if a case failed or is too far."""
+    values: dict[str, Any] = {"cases": list(results)}
+    absent = [result["name"] for result in results if result["error"] is None]
+    measured = [result for result in results if result["error"] is not None]
+    wrong = [each for each in measured if isinstance(each["error"], str) or not each["error"] <= each["tolerance"]]
+    if wrong:
+        error = wrong[0]["error"]
+        text = error if isinstance(error, str) else f"{error:.1e} from fp64, at most {wrong[0]['tolerance']:.0e}"
+        more = f"; {len(wrong) - 1} more of {len(measured)} cases" if len(wrong) > 1 else ""
+        raise CheckFailed(f"{wrong[0]['name']} by {wrong[0]['kernel']}: {text}{more}", values)
+    if not measured:
+        raise NotRun("no kernel is available")
+    worst = max(measured, key=lambda result: float(result["error"] / result["tolerance"]))
+    detail = f"{len(measured)} cases; {worst['name']} by {worst['kernel']} is {worst['error']:.1e} from fp64"
+    unavailable = f"; {len(absent)} cases have no kernel here" if absent else ""
+    return Outcome(detail + unavailable, values | {"error": worst["error"]})

@@ -53,7 +53,7 @@ def differ(compiled: TrainingRun, eager: list[float]) -> str:
 
 
 def attend(*cases: dict[str, Any]) -> str:
-    return verdict(lambda: attention.judge(cases))
+    return verdict(lambda: training.judge_attention(cases))
 
 
 def benchmarked(peak: float) -> str:
