@@ -66,7 +66,7 @@ def read_source(case: Path) -> None:
     """Convert a script of Megatron-LM or a TOML of torchtitan, and format the result."""
     (source,) = case.iterdir()
     converted = convert_source(source, [], [])
-    command_line(converted, CONF)
+    command_line(converted)
     as_yaml(converted, source.name).encode()
     format_listing(converted, "a").encode()
 

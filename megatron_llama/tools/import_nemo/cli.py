@@ -18,16 +18,19 @@ import yaml
 from megatron_llama.config.conf_folders import EXPERIMENT
 from megatron_llama.config.hf_config import FROM_HF
 from megatron_llama.config.load_config import load_config
-from megatron_llama.config.problems import ConfigError, Problem, format_value
+from megatron_llama.config.problems import ConfigError, Problem, format_problems, format_value
 from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.config.settings_table import get, sections
 from megatron_llama.plan.resolve import resolve
 from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.files import write_atomically
-from megatron_llama.system.programs import name_commands, option_name
+from megatron_llama.system.programs import CONF_DIR, name_commands, option_name
 from megatron_llama.system.wrapping import WIDTH, escape_controls, wrap, wrap_command, wrap_lines
 from megatron_llama.tools.import_nemo.engine import MOST_UNKNOWN, UNKNOWN, Conversion, KeyConversion, Kind
+from megatron_llama.tools.import_nemo.megatron import convert_script
+from megatron_llama.tools.import_nemo.nemo import convert
+from megatron_llama.tools.import_nemo.torchtitan import convert_toml
 from megatron_llama.topology import Grid
 
 STATUS = (
@@ -65,10 +68,6 @@ def main(argv: Sequence[str]) -> int:
         parser.error("give the file to convert")
     if flags and source.suffix in (".yaml", ".yml"):
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
-    # Imported late to keep --help fast.
-    from megatron_llama.cli import CONF_DIR
-    from megatron_llama.config import ConfigError, format_problems
-
     out = arguments.output or source.with_name(f"{source.stem}{IMPORTED}.yaml")
     try:
         converted = convert_source(source, positional, flags)
@@ -76,9 +75,9 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         sys.stderr.write(format_problems(error, str(source)) + "\n")
         return EXIT_USER
-    problems = check(out, CONF_DIR, converted.world_size)
+    problems = check(out, converted.world_size)
     needs_data = bool(problems) and all(problem.field == "data.prefixes" for problem in problems)
-    text = format_listing(converted, str(source)) + format_next(converted, out, CONF_DIR, needs_data)
+    text = format_listing(converted, str(source)) + format_next(converted, out, needs_data)
     sys.stdout.write(escape_controls(text))
     if problems and not needs_data:
         sys.stdout.write("\n" + format_problems(problems, "The written config") + "\n")
@@ -93,18 +92,12 @@ def _is_flag(word: str) -> bool:
 def convert_source(source: Path, overrides: Sequence[str], flags: Sequence[str]) -> Conversion:
     """Convert a file by its suffix. Raises ConfigError with all reasons why it cannot be converted."""
     if source.suffix in (".yaml", ".yml"):
-        from megatron_llama.tools.import_nemo.nemo import convert
-
         return convert(source, overrides)
     if wrong := [text for text in overrides if "=" not in text]:
         raise ConfigError([Problem("override", wrong[0], "is not an override", "write it as in NAME=VALUE")])
     given = {name.lstrip("+"): value for name, _, value in (text.partition("=") for text in overrides)}
     if source.suffix == ".toml":
-        from megatron_llama.tools.import_nemo.torchtitan import convert_toml
-
         return convert_toml(source, given | {n: v for n, _, v in (flag.partition("=") for flag in flags)})
-    from megatron_llama.tools.import_nemo.megatron import convert_script
-
     return convert_script(source, flags, given)
 
 
@@ -152,17 +145,17 @@ def write(out: Path, text: str) -> None:
     raise ConfigError([Problem("-o", str(out), rule, "write another path")])
 
 
-def command_line(converted: Conversion, conf_dir: Path) -> list[str]:
+def command_line(converted: Conversion) -> list[str]:
     """Return the words of the equivalent train.py command: the nearest model preset and the differences from it."""
 
     def distance(preset: Path) -> int:
         shape = {**asdict(ModelConfig()), **(yaml.safe_load(preset.read_text(encoding="utf-8")) or {})}
         return sum(converted.settings.get(f"model.{name}") != value for name, value in shape.items())
 
-    presets = sorted(path for path in (conf_dir / "model").rglob("*.yaml") if path.stem != FROM_HF)
-    base = [f"model={option_name(min(presets, key=distance), conf_dir / 'model')}"]
+    presets = sorted(path for path in (CONF_DIR / "model").rglob("*.yaml") if path.stem != FROM_HF)
+    base = [f"model={option_name(min(presets, key=distance), CONF_DIR / 'model')}"]
     base += [f"optim={converted.schedule}"] if converted.schedule != "cosine" else []
-    config = load_config(base, conf_dir)
+    config = load_config(base, CONF_DIR)
     needed = [
         f"{name}={_written(value)}"
         for name, value in converted.settings.items()
@@ -171,11 +164,11 @@ def command_line(converted: Conversion, conf_dir: Path) -> list[str]:
     return [*name_commands("python train.py").split(), *base, *needed]
 
 
-def format_next(converted: Conversion, out: Path, conf_dir: Path, needs_data: bool) -> str:
+def format_next(converted: Conversion, out: Path, needs_data: bool) -> str:
     """Return the lines with the written file and the commands that train with it, completed if it names no dataset."""
-    name = out.stem if out.resolve().parent == conf_dir / EXPERIMENT else str(out)
+    name = out.stem if out.resolve().parent == CONF_DIR / EXPERIMENT else str(out)
     short = [*name_commands("python train.py").split(), f"{EXPERIMENT}={_written(name)}"]
-    equivalent = command_line(converted, conf_dir)
+    equivalent = command_line(converted)
     lines = ["", f"written: {out}"]
     if needs_data:
         lines.append("note: no dataset is given; replace data=mock by data.prefixes=[PATH]")
@@ -206,10 +199,10 @@ def _written(value: Any) -> str:
     return repr(value) if isinstance(value, float) else format_value(value)
 
 
-def check(path: Path, conf_dir: Path, world_size: int | None) -> list[Problem]:
+def check(path: Path, world_size: int | None) -> list[Problem]:
     """Return the problems of the written config on the devices of the source, without checking its data."""
     try:
-        config = load_config([f"{EXPERIMENT}={path}"], conf_dir)
+        config = load_config([f"{EXPERIMENT}={path}"], CONF_DIR)
         block = Grid.of(config.trainer).ranks_per_replica
         resolve(config, world_size if world_size and world_size % block == 0 else block, exists=lambda _: True)
     except ConfigError as error:

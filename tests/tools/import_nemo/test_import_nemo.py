@@ -18,7 +18,6 @@ import pytest
 from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import format_value
-from megatron_llama.plan import resolve
 from megatron_llama.tools.import_nemo.cli import as_yaml, check, command_line, convert_source, format_listing, main
 from megatron_llama.tools.import_nemo.engine import Conversion
 from megatron_llama.tools.import_nemo.nemo import PRESETS, convert
@@ -179,7 +178,7 @@ def test_flags_alone(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("source", [NEMO, NXDT], ids=lambda path: path.stem)
 def test_command_line_equals_the_file(source: Path) -> None:
     result = convert(source, ['model.tokenizer.model="/a b/t,k.model"', "model.tokenizer.library=sentencepiece"])
-    by_line, by_file = load_config(command_line(result, CONF)[2:], CONF), load_converted(result)
+    by_line, by_file = load_config(command_line(result)[2:], CONF), load_converted(result)
     assert by_file.data.tokenizer == "/a b/t,k.model"
     by_line.model.name, by_line.data.name = by_file.model.name, by_file.data.name
     assert by_line == by_file
@@ -224,11 +223,6 @@ def test_unsupported_keys_are_in_the_file() -> None:
         assert "981 more unknown keys" in text and len(text) < 20_000
 
 
-def test_a_schedule_shorter_than_the_run() -> None:
-    plan = resolve(load_converted(convert_with(NEMO, "model.optim.sched.max_steps=5000")), 8, exists=lambda _: True)
-    assert plan.config.optim.schedule["max_steps"] == 5000 and plan.config.optim.schedule["warmup_steps"] == 2000
-
-
 def test_secrets_stay_unresolved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
     monkeypatch.setenv("SCRATCH", "/scratch")
@@ -236,18 +230,6 @@ def test_secrets_stay_unresolved(monkeypatch: pytest.MonkeyPatch) -> None:
         result = convert_with(NEMO, f"exp_manager.explicit_log_dir=${{oc.env:{name}}}/runs")
         written = format_listing(result, "theirs.yaml") + as_yaml(result, "theirs.yaml") + str(result)
         assert shown in written and "hunter2" not in written
-
-
-def test_separate_validation_documents_are_unsupported() -> None:
-    Path("theirs.yaml").write_text(
-        NEMO.read_text().replace(
-            "    data_prefix:\n    - 1.0\n    - /data/book_text_document\n",
-            "    data_prefix: {train: [/a], validation: [/b]}\n",
-        )
-    )
-    result = convert_with(Path("theirs.yaml"))
-    assert [item.key for item in result.unsupported] == ["model.data.data_prefix"]
-    assert result.settings["data.prefixes"] == ["/a"]
 
 
 def write_hf_config(**shape: Any) -> str:
@@ -324,9 +306,9 @@ def test_experiments_by_name_and_by_path() -> None:
 
 def test_written_config_is_checked_on_the_devices_of_the_source() -> None:
     load_converted(convert_with(NEMO, "model.data.data_prefix='???'"))
-    (problem,) = check(Path("ours.yaml"), CONF, 32)
+    (problem,) = check(Path("ours.yaml"), 32)
     assert problem.field == "data.prefixes"
-    assert check(Path("ours.yaml"), CONF, 20) == [problem], "20 devices are not a multiple of tp * pp"
+    assert check(Path("ours.yaml"), 20) == [problem], "20 devices are not a multiple of tp * pp"
 
 
 def test_default_output(capsys: pytest.CaptureFixture[str]) -> None:
