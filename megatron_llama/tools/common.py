@@ -6,7 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -52,6 +52,18 @@ def format_ranks(ranks: Sequence[int]) -> str:
     spans = itertools.groupby(enumerate(sorted(ranks)), lambda item: item[1] - item[0])
     ends = [(span[0][1], span[-1][1]) for span in (list(items) for _, items in spans)]
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ends)
+
+
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {"section.setting": value} as nested dicts."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *sections, key = name.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = value
+    return tree
 
 
 def package_version(package: str) -> str | None:

@@ -27,6 +27,7 @@ from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import CONF_DIR, name_commands, option_name
 from megatron_llama.system.wrapping import WIDTH, escape_controls, wrap, wrap_command, wrap_lines
+from megatron_llama.tools.common import nest
 from megatron_llama.tools.import_nemo.engine import MOST_UNKNOWN, UNKNOWN, Conversion, KeyConversion, Kind
 from megatron_llama.tools.import_nemo.megatron import convert_script
 from megatron_llama.tools.import_nemo.nemo import convert
@@ -122,13 +123,7 @@ def as_yaml(converted: Conversion, source: str) -> str:
     texts = [*(f"{item.key}={format_value(item.value)}: {item.why}" for item in items), *more]
     for text in (*(f"NOT SUPPORTED {text}" for text in texts), *(f"ASSUMED {text}" for text in converted.assumed)):
         head += wrap_lines(escape_controls(text), "# ", "#   ", width=118)
-    content: dict[str, Any] = {"defaults": [{"override /optim": converted.schedule}]}
-    for name, value in converted.settings.items():
-        *sections, key = name.split(".")
-        place = content
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[key] = value
+    content = {"defaults": [{"override /optim": converted.schedule}], **nest(converted.settings)}
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
     return "\n".join([*head, text])
 

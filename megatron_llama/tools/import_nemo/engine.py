@@ -251,19 +251,14 @@ ROWS_BY_NAME = (
 def embedding_rows(paths: Sequence[str]) -> tuple[int, str]:
     """Return (rows, "") if one of the tokenizers is on this machine, else (rows, basis of the assumption)."""
     for path in paths:
-        if (size := _rows_of_path(path)) is not None:
+        try:
+            size = read_hf_config(path).get("vocab_size")  # a Hugging Face folder may have more rows than ids
+        except ValueError:
+            size = vocabulary_size(path)
+        if isinstance(size, int):
             return size, ""
     normalized = "".join(paths).lower().replace("-", "").replace("_", "")
     for word, size in ROWS_BY_NAME:
         if word in normalized:
             return size, f"from the name of the tokenizer ({word})"
     return LLAMA2_VOCAB_SIZE, "as in Llama 1 and 2"
-
-
-def _rows_of_path(path: str) -> int | None:
-    """Return the embedding rows of a Hugging Face folder, else the size of a tokenizer; None if not found."""
-    try:
-        rows = read_hf_config(path).get("vocab_size")
-    except ValueError:
-        return vocabulary_size(path)
-    return rows if isinstance(rows, int) else None

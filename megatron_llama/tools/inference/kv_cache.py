@@ -49,21 +49,16 @@ class LayerCache:
                 self._keys[row, :, positions % cache.slots] = k[row, :, positions]
                 self._values[row, :, positions % cache.slots] = v[row, :, positions]
             return attend(q, k, v, visible)
-        keys, values = self._extended(k, v)
+        slots = cache.positions % cache.slots
+        self._keys[cache.rows, :, slots] = k.transpose(1, 2)
+        self._values[cache.rows, :, slots] = v.transpose(1, 2)
+        keys, values = self._keys[:, :, : cache.used], self._values[:, :, : cache.used]
         if q.shape[2] == 1:
             # One new token: the queries of a group attend to the same slots. One GEMM per group is faster than one
             # GEMV per head.
             grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
             return F.scaled_dot_product_attention(grouped, keys, values, cache.mask).reshape(q.shape)
         return F.scaled_dot_product_attention(q, keys, values, cache.mask, enable_gqa=q.shape[1] != k.shape[1])
-
-    def _extended(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys and values; return all, each [b, kv heads, used slots, d]."""
-        cache = self._cache
-        slots = cache.positions % cache.slots
-        self._keys[cache.rows, :, slots] = keys.transpose(1, 2)
-        self._values[cache.rows, :, slots] = values.transpose(1, 2)
-        return self._keys[:, :, : cache.used], self._values[:, :, : cache.used]
 
 
 class KVCache:

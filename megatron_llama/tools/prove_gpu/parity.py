@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,6 @@ def compare(
     return Outcome(f"losses within {errors[RECORDED[0]]:.1e}", values | {"error": errors[RECORDED[0]]})
 
 
-def record(models: Sequence[str], train: Callable[[Row], TrainingRun]) -> dict[str, dict[str, list[float]]]:
-    """Return the values of models, trained by ``train`` in one process in fp32."""
-    return {model: values_of(train(Row(model, model=model))) for model in models}
-
-
 def main() -> int:
     """Train all models on the CPU and write ``oracle.json``."""
     with tempfile.TemporaryDirectory() as folder:
@@ -80,7 +75,7 @@ def main() -> int:
             sys.stderr.write(f"{row.name}\n")
             return session.train(row.folder, *row_settings(row))
 
-        values = record(TABLE["models"], train)
+        values = {model: values_of(train(Row(model, model=model))) for model in TABLE["models"]}
     versions = {name: package_version(name) for name in PACKAGES}
     content: dict[str, Any] = {"versions": versions, "steps": STEPS, "models": values}
     text = re.sub(r"(?<=[,\[])\n +(?=[\d-])|(?<=\d)\n +(?=\])", "", json.dumps(content, indent=1))

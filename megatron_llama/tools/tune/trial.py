@@ -27,7 +27,7 @@ from megatron_llama.config.settings_table import FREE_DICT, get, put, settings_b
 from megatron_llama.system.files import read_json, write_atomically
 from megatron_llama.system.programs import OWN_CONF, ROOT
 from megatron_llama.system.signals import exit_with_parent
-from megatron_llama.tools.common import MOCK_RUN, call_slurm, submit_job
+from megatron_llama.tools.common import MOCK_RUN, call_slurm, nest, submit_job
 from megatron_llama.tools.settings import TuneConfig
 from megatron_llama.tools.tune.candidates import Candidate
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
@@ -248,18 +248,11 @@ def experiment_text(
             continue
         if name not in always and get(plain, name) == get(config, name):
             continue
-        _put(different, name.split("."), get(config, name))
+        different[name] = get(config, name)
     lines = ["# @package _global_", *(f"# {line}".rstrip() for line in comment)]
     lines += ["defaults:", *(f"  - override /{group}: {choice}" for group, choice in picked.items())] if picked else []
-    body = yaml.safe_dump(different, sort_keys=False, allow_unicode=True, width=120) if different else ""
+    body = yaml.safe_dump(nest(different), sort_keys=False, allow_unicode=True, width=120) if different else ""
     return "\n".join([*lines, "", body])
-
-
-def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set a value in nested mappings."""
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = value
 
 
 # Record of trials, from which an interrupted search resumes.
