@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,30 @@ import transformers.models.auto.tokenization_auto  # noqa: F401  imported before
 from safetensors.torch import load_file, save_file
 
 import megatron_llama.tools.inference.chat  # noqa: F401  the same
+from megatron_llama.checkpoint.export import export, model_of
+from megatron_llama.checkpoint.folder import find_checkpoint
+from megatron_llama.checkpoint.lora_adapter import open_base
+from megatron_llama.checkpoint.manifest import read_manifest
+from megatron_llama.config import ConfigError
+from megatron_llama.tools.inference.arguments import inference_plan
+from megatron_llama.tools.inference.generator import Generator
+from megatron_llama.tools.inference.saved_model import open_saved_model
 from tests.checkpoint.runner import Job
 from tests.messages import unwrap
-from tests.tools.inference.models import CPU, check_refusals, command, generate, make_folder
+from tests.oracle import distance
+from tests.ranks import run_ranks
+from tests.tools.inference.models import (
+    CPU,
+    NOTHING,
+    PROMPTS,
+    check_refusals,
+    command,
+    evaluate,
+    generate,
+    in_generator,
+    make_folder,
+    with_generator,
+)
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +150,116 @@ def test_a_message_that_is_not_utf8_is_refused_and_the_chat_goes_on(folder: Path
 def test_a_reader_that_has_gone_is_one_message(folder: Path) -> None:
     done = command(generate, folder, *CPU, "--prompt", "the cat", "--max-new-tokens", 8, reader=False)
     assert done.status == 2 and "the reader closed the pipe" in done.err and "Traceback" not in done.err, done.err
+
+
+# LoRA checkpoints generate like their merged export, in any layout, and only with their base.
+TARGETS = "finetune.lora_target_modules=[q_proj,v_proj,o_proj,up_proj,down_proj]"  # parts of stacked matrices too
+LORA = ("finetune=lora", "finetune.lora_rank=3", "finetune.lora_alpha=7", TARGETS)
+ARGUMENTS = (*CPU, "--prompt", "the cat sat", "a", "--greedy", "--max-new-tokens", 16)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``base``, a LoRA ``run`` on it (tp 2) that trained norms and head whole, its ``merged`` model, fp32, and
+    its ``adapter``."""
+    folder = tmp_path_factory.mktemp("lora")
+    base = make_folder(folder / "base")
+    job = Job(
+        folder / "run", "model=from_hf", f"init_from={base}", "model.vocab_size=290", "model.num_hidden_layers=3",
+        "model.tie_word_embeddings=false", *LORA, "finetune.modules_to_save=[norm,lm_head]", "trainer.tp=2",
+        "trainer.steps=2", "optim=constant", "optim.lr=0.05", "optim.warmup_steps=0",
+    )  # fmt: skip
+    assert job.wait() == 0, job.output
+    checkpoint = find_checkpoint(folder / "run")
+    export(checkpoint, folder / "merged", "float32", merge=True)
+    export(checkpoint, folder / "adapter")
+    return folder
+
+
+def logits(made: Generator) -> torch.Tensor:
+    tokens = torch.tensor(PROMPTS[0])[None]
+    zero = torch.zeros(1, dtype=torch.int64)
+    return made.logits(tokens, made.cache(1, 16).at(zero, tokens.shape[1]))
+
+
+def test_logits_are_those_of_the_merged_export(folders: Path) -> None:
+    (expected,), (base,) = (with_generator(logits, folders / name) for name in ("merged", "base"))
+    assert distance(base, expected) > 0.1, "else there would be nothing to see"
+    for name, tp in (("run", 1), ("run", 2), ("adapter", 2)):
+        for model in with_generator(logits, folders / name, tp):
+            assert distance(model, expected) <= 1e-5
+
+
+def test_bf16_weights_are_rounded_once(folders: Path) -> None:
+    source = open_saved_model(folders / "run")
+    plan = inference_plan(source.model, 1, "cpu", "bfloat16")
+    (ours,) = run_ranks(in_generator, 1, lambda made: dict(made.llama.state_dict()), source, plan, NOTHING)
+    merged = load_file(folders / "merged" / "model.safetensors")
+    down = "layers.1.mlp.down_proj.weight"
+    assert torch.equal(ours[down], merged[f"model.{down}"].bfloat16())
+    assert torch.equal(ours["lm_head.weight"][:290], merged["lm_head.weight"].bfloat16())
+
+
+def test_it_writes_what_the_merged_model_writes(folders: Path) -> None:
+    theirs = command(generate, folders / "merged", "--tokenizer", folders / "base", *ARGUMENTS)
+    assert theirs.status == 0 and len(theirs.out) > 20, theirs.err
+    for path, tp in ((folders / "run", 1), (folders / "run/checkpoints/step_00000002", 2)):  # with the base's tokenizer
+        ours = command(generate, path, *ARGUMENTS, "--tp", tp)
+        assert (ours.status, ours.out) == (0, theirs.out), ours.err
+
+
+def refused(path: Path, base: Path | None = None) -> str:
+    """Return the single problem of a model that cannot be opened."""
+    with pytest.raises(ConfigError) as error:
+        open_saved_model(path, base)
+    assert len(error.value.problems) == 1
+    return " ".join(str(error.value).split())
+
+
+def test_the_base_may_move(folders: Path, tmp_path: Path) -> None:
+    base, moved = folders / "base", tmp_path / "moved"
+    assert (
+        open_saved_model(folders / "run").stored.folder == base and open_saved_model(folders / "run").tokenizer == base
+    )
+    base.rename(moved)
+    try:
+        for name, rule in (("run", "no such folder"), ("adapter", "is not a model folder")):
+            assert rule in refused(folders / name) and "write --base FOLDER" in refused(folders / name)
+            model = open_saved_model(folders / name, moved)
+            tokenizer = moved if name == "run" else folders / name  # exported with the adapter
+            assert (model.stored.folder, model.tokenizer, model.token_ids) == (moved, tokenizer, {"eos_token_id": 0})
+        for main, arguments in ((generate, ARGUMENTS), (evaluate, (*CPU, "--dataset", tmp_path / "none"))):
+            done = command(main, folders / "run", *arguments)
+            assert done.status == 2 and "no such folder" in " ".join(done.err.split()) and "Traceback" not in done.err
+    finally:
+        moved.rename(base)
+
+
+def test_another_base_is_refused(folders: Path) -> None:
+    run, merged = folders / "run", folders / "merged"
+    for main, arguments in ((generate, ARGUMENTS), (evaluate, (*CPU, "--dataset", "none"))):
+        done = command(main, run, *arguments, "--base", merged)
+        assert done.status == 2 and "has other weights than the base model" in " ".join(done.err.split())
+    assert "this model has complete weights" in refused(merged, folders / "base")
+    manifest = read_manifest(find_checkpoint(run))
+    manifest.state.hf_folder = None  # as a run from random weights has it
+    with pytest.raises(ConfigError, match=r"started\s+from\s+random\s+weights"):
+        open_base(manifest, model_of(manifest), None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_bias": True}, "lora_bias is True"),
+        ({"r": 2}, "has shape"),
+        ({"r": 64}, "lora_rank 64: exceeds the rank"),
+        ({"lora_alpha": -1}, "lora_alpha -1"),
+        ({"target_modules": ["q_proj"]}, "this run has no such tensor"),
+        ({"base_model_name_or_path": "missing/model"}, "'missing/model' is not a model folder"),
+    ],
+)
+def test_adapters_that_do_not_fit(folders: Path, tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    other = shutil.copytree(folders / "adapter", tmp_path / "other")
+    config = json.loads((other / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps(config | settings))
+    assert message in refused(other)
