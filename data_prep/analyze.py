@@ -26,13 +26,10 @@ import argparse
 import importlib
 import json
 import math
-import multiprocessing
 import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -42,13 +39,13 @@ from typing import Any
 import numpy as np
 
 from data_prep.lib.job import PrepareProgress, RunOptions, cores
-from data_prep.lib.pool import start_worker
+from data_prep.lib.pool import Pool
 from megatron_llama.config.data_settings import MASK_SUFFIX
 from megatron_llama.corpus.difficulty_index import MANIFEST, documents_of, index_folder, read_unit, unit_count
 from megatron_llama.corpus.indexed_format import IndexedDataset, dataset_facts, same_dataset
 from megatron_llama.system import files
 from megatron_llama.system.command import ArgumentParser
-from megatron_llama.system.errors import MachineError, Stopped, UserError, run_main
+from megatron_llama.system.errors import Stopped, UserError, run_main
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.signals import handle_signals
 
@@ -280,14 +277,9 @@ def _results(work: Callable[[int], None], shards: Sequence[int], workers: int) -
     if workers == 1 or len(shards) < 2:
         yield from map(work, shards)
         return
-    context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(min(workers, len(shards)), context, start_worker, (os.getpid(),))
-    try:
-        yield from pool.map(work, shards)
-    except BrokenProcessPool:
-        raise MachineError("a worker was killed. Finished shards are saved: rerun the same command to resume") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with Pool(min(workers, len(shards)), work) as pool:
+        for _ in pool.run(iter(shards), lambda: None):
+            yield
 
 
 def _stop(number: int, frame: object) -> None:

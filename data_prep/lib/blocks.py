@@ -77,6 +77,11 @@ class Slots:
         """Write ``data`` to a slot."""
         self.memory[slot * self.size : slot * self.size + len(data)] = data
 
+    def release(self, block: TextBlock | None) -> None:
+        """Free the slots of a block; None: end a wait for a free slot."""
+        for slot in [None] if block is None else [one.slot for one in block.segments if one.slot is not None]:
+            self.free.put(slot)
+
     def get(self, slot: int, length: int) -> bytes:
         """Return ``length`` bytes of a slot."""
         return self.memory[slot * self.size : slot * self.size + length]

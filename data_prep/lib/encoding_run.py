@@ -89,7 +89,10 @@ class EncodingRun:
         if job.chat is not None:
             worker = ExampleEncoder(job, self.encoder, slots, job.chat)
         position, first = self.ledger.position, self._disk(self.cut.begin)
-        with handle_signals((signal.SIGINT, *JOB_SIGNALS), self._note_signal), Pool(options.workers, worker) as pool:
+        with (
+            handle_signals((signal.SIGINT, *JOB_SIGNALS), self._note_signal),
+            Pool(options.workers, worker.run, slots.release) as pool,
+        ):
             blocks = cut_blocks(job.sources, position, slots, job.max_line, block_bytes, self.cut.end)
             with PrepareProgress(self._disk(self.cut.end) - first, self._disk(position) - first) as progress:
                 for block, result in pool.run(blocks, self._check_stop):

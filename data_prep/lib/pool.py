@@ -1,6 +1,6 @@
-"""Worker processes that encode blocks. Results are returned in block order with bounded memory.
+"""Worker processes, for blocks of text and shards of an analysis. Results are in order, with bounded memory.
 
-Workers are forked and share the tokenizer and the slots. A thread cuts the input, so unpacking overlaps with encoding.
+Workers are forked and share the memory of this process. A thread reads the input, so unpacking overlaps with encoding.
 Workers exit with this process, also after SIGKILL.
 """
 
@@ -15,33 +15,34 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-from data_prep.lib.block_encoders import BlockEncoder
-from data_prep.lib.blocks import TextBlock
-from data_prep.lib.job import BlockResult
 from megatron_llama.system.errors import MachineError
 from megatron_llama.system.signals import exit_with_parent
 
-# Includes finished blocks that wait for an earlier one, which bounds memory.
+# Includes finished items that wait for an earlier one, which bounds memory.
 WINDOW_PER_WORKER = 4
 POLL_SECONDS = 0.5
 """Maximum delay before a signal is handled."""
 T = TypeVar("T")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
-class Pool:
-    """Pool of forked workers. Enter it before any thread starts."""
+class Pool(Generic[Item, Result]):
+    """Pool of forked workers, which call ``work`` for each item. Enter it before any thread starts."""
 
-    def __init__(self, workers: int, encoder: BlockEncoder[Any]) -> None:
-        self.slots = encoder.slots
+    def __init__(
+        self, workers: int, work: Callable[[Item], Result], release: Callable[[Item | None], None] = lambda _: None
+    ) -> None:
+        """``release`` is called for each item that is done, and with None when the pool takes no more items."""
+        self.release = release
         self.window = WINDOW_PER_WORKER * workers
-        self.executor = ProcessPoolExecutor(
-            workers, multiprocessing.get_context("fork"), initializer=_start_encoder, initargs=(encoder, os.getpid())
-        )
+        context = multiprocessing.get_context("fork")
+        self.executor = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(work, os.getpid()))
         # The first call forks all workers, while no other thread runs.
         before = set(multiprocessing.active_children())
-        # The executor stops workers with SIGTERM. A worker that has not reached start_worker would run the parent's
+        # The executor stops workers with SIGTERM. A worker that has not reached _start_worker would run the parent's
         # handler and could then deadlock on a lock of a killed worker, so SIGTERM is blocked until then.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
@@ -52,7 +53,7 @@ class Pool:
         self.ended: list[int] = []
         """Exit statuses of the workers that exited first."""
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> Pool[Item, Result]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -72,30 +73,27 @@ class Pool:
             process.kill()
         self.executor._result_queue._writer.close()  # type: ignore[attr-defined]
 
-    def run(
-        self, blocks: Iterator[TextBlock], check_stop: Callable[[], None]
-    ) -> Iterator[tuple[TextBlock, BlockResult]]:
-        """Encode all blocks; yield their results in order. ``check_stop`` is polled and may raise.
+    def run(self, items: Iterator[Item], check_stop: Callable[[], None]) -> Iterator[tuple[Item, Result]]:
+        """Yield all items with their results, in order. ``check_stop`` is polled and may raise.
 
         Raises:
             UserError, MachineError: From a worker or the input, or a worker was killed.
             Stopped: From ``check_stop``.
         """
-        submitted: queue.SimpleQueue[tuple[TextBlock, Future[BlockResult]] | BaseException | None] = queue.SimpleQueue()
+        submitted: queue.SimpleQueue[tuple[Item, Future[Result]] | BaseException | None] = queue.SimpleQueue()
         capacity = threading.Semaphore(self.window)
         stopped = threading.Event()
 
         def feed() -> None:
             end: BaseException | None = None
             try:
-                for block in blocks:
+                for item in items:
                     capacity.acquire()
                     if stopped.is_set():
                         return
-                    future = self.executor.submit(_encode, block)
-                    slots = [segment.slot for segment in block.segments if segment.slot is not None]
-                    future.add_done_callback(lambda _, slots=slots: [*map(self.slots.free.put, slots)])  # type: ignore[misc]
-                    submitted.put((block, future))
+                    future = self.executor.submit(_run, item)
+                    future.add_done_callback(lambda _, item=item: self.release(item))  # type: ignore[misc]
+                    submitted.put((item, future))
             except BaseException as error:  # noqa: BLE001  raised in the main thread
                 end = error
             submitted.put(end)
@@ -104,15 +102,14 @@ class Pool:
         feeder.start()
         try:
             while True:
-                item = self._wait_for(lambda: submitted.get(timeout=POLL_SECONDS), check_stop)
-                if item is None:
+                entry = self._wait_for(lambda: submitted.get(timeout=POLL_SECONDS), check_stop)
+                if entry is None:
                     return
                 # Input errors are raised in order, after the results before them.
-                if isinstance(item, BaseException):
-                    raise item
-                block, future = item
-                result: BlockResult = self._wait_for(lambda: future.result(timeout=POLL_SECONDS), check_stop)  # noqa: B023
-                yield block, result
+                if isinstance(entry, BaseException):
+                    raise entry
+                item, future = entry
+                yield item, self._wait_for(lambda: future.result(timeout=POLL_SECONDS), check_stop)  # noqa: B023
                 capacity.release()
         except BrokenProcessPool:
             # The executor stops the others with SIGTERM, so another status is the cause.
@@ -128,7 +125,7 @@ class Pool:
         finally:
             stopped.set()
             capacity.release()
-            self.slots.free.put(None)
+            self.release(None)
             feeder.join()
 
     def _wait_for(self, get: Callable[[], T], check_stop: Callable[[], None]) -> T:
@@ -139,27 +136,23 @@ class Pool:
             self._kill_if_one_exited()
 
 
-_encoder: BlockEncoder[Any]
-"""Encoder of this worker, inherited by fork."""
+_work: Callable[[Any], Any]
+"""Function of this worker, inherited by fork."""
 
 
-def start_worker(parent: int) -> None:
+def _start_worker(work: Callable[[Any], Any], parent: int) -> None:
     """Let a forked worker end with its parent, and only by its parent's signals."""
+    global _work
+    _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C for the process group
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     exit_with_parent(parent)
 
 
-def _start_encoder(encoder: BlockEncoder[Any], parent: int) -> None:
-    global _encoder
-    _encoder = encoder
-    start_worker(parent)
-
-
-def _encode(block: TextBlock) -> BlockResult:
+def _run(item: Any) -> Any:
     try:
-        return _encoder.run(block)
+        return _work(item)
     except MemoryError:
         raise MachineError(
             "a worker is out of memory. Progress is saved: rerun with a smaller --workers to resume"

@@ -12,13 +12,12 @@ import threading
 from collections.abc import Iterator
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from data_prep.lib import workspace
-from data_prep.lib.block_encoders import BlockEncoder
-from data_prep.lib.blocks import Slots, TextBlock
+from data_prep.lib.blocks import TextBlock
 from data_prep.lib.job import BlockResult
 from data_prep.lib.pool import Pool
 from megatron_llama.system.errors import MachineError
@@ -271,16 +270,11 @@ def test_finished_is_not_redone_and_other_options_are_refused(tmp_path: Path, pr
     assert manifest(tmp_path / "x")["documents_read"] == 51
 
 
-class DiesWhileSending:
-    """Encoder whose process is killed on block 3 when half of the result is in the pipe."""
-
-    def __init__(self) -> None:
-        self.slots = Slots(1, 1)
-
-    def run(self, block: TextBlock) -> BlockResult:
-        if block.number == 3:
-            connection.Connection._send = _send_half  # type: ignore[attr-defined]
-        return BlockResult(tokens=[bytes(1000)])
+def die_while_sending(block: TextBlock) -> BlockResult:
+    """Kill this worker on block 3 when half of the result is in the pipe."""
+    if block.number == 3:
+        connection.Connection._send = _send_half  # type: ignore[attr-defined]
+    return BlockResult(tokens=[bytes(1000)])
 
 
 def _send_half(self: connection.Connection, buffer: bytes) -> None:
@@ -297,7 +291,7 @@ def _blocks() -> Iterator[TextBlock]:
 def test_a_worker_killed_while_it_sends_a_result_is_reported() -> None:
     done: list[int] = []
     with pytest.raises(MachineError, match="a worker ended by signal 9"):
-        with Pool(2, cast(BlockEncoder[Any], DiesWhileSending())) as pool:
+        with Pool(2, die_while_sending) as pool:
             for block, _ in pool.run(_blocks(), lambda: None):
                 done.append(block.number)
     assert done == list(range(len(done))) and len(done) < 100  # in order
