@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama import cli
-from megatron_llama.config import Config, ConfigError, format_problems
+from megatron_llama.config import Config, ConfigError
 from megatron_llama.launch.environment import ProcessContext, process_context
 from megatron_llama.launch.job_store import LaunchFailed
 from megatron_llama.launch.join import join, secret_of_job
@@ -26,13 +27,11 @@ from megatron_llama.launch.ssh import run_on_hosts
 from megatron_llama.launch.start import LocalRanks, start_ranks
 from megatron_llama.launch.world import World, find_world
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
-from megatron_llama.system.programs import name_commands
-from megatron_llama.tools.common import MOCK_RUN, show_line
+from megatron_llama.tools.common import MOCK_RUN, run_tool, show_line
 from megatron_llama.tools.doctor.examination import DoctorReport, Examination, examine_nodes, show_progress
 from megatron_llama.tools.doctor.finding import BREAKS, NOTES, Finding, finding_of_problem, highest_severity
 from megatron_llama.tools.doctor.network import Connections
 
-QUICK, JSON = "--quick", "--json"
 USAGE = """\
 usage: python scripts/doctor.py [--quick] [--json] [group=choice ...]
                                 [section.setting=value ...]
@@ -65,23 +64,23 @@ _HANG_SECONDS = "trainer.hang_timeout_seconds=60"
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/doctor.py`` with ``argv``; return the exit status."""
-    if {"--help", "-h"} & set(argv):
-        sys.stdout.write(name_commands(USAGE))
-        return 0
-    overrides, context = [word for word in argv if word not in (QUICK, JSON)], None
+    return run_tool(USAGE, argv, partial(_run, argv), quick=bool, json=bool)
+
+
+def _run(argv: Sequence[str], arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    context = None
     try:
         context = process_context(os.environ)
         config = cli.parse_overrides([*overrides, *MOCK_RUN, _HANG_SECONDS], context)
         if context is None and (config.launch.hosts or config.launch.hostfile is not None):
             return _on_hosts(config, argv)
-        return _examine(config, context, quick=QUICK in argv, as_json=JSON in argv)
-    except ConfigError as error:
-        if QUICK in argv:  # run.slurm starts train.py next, which reports the errors
-            if context is None or context.rank == 0:
-                sys.stderr.write(f"nothing is checked: the settings are invalid; {_REPORTED}\n")
-            return 0
-        sys.stderr.write(format_problems(error) + "\n")
-        return EXIT_USER
+        return _examine(config, context, quick=arguments.quick, as_json=arguments.json)
+    except ConfigError:
+        if not arguments.quick:
+            raise
+        if context is None or context.rank == 0:  # run.slurm starts train.py next, which reports the errors
+            sys.stderr.write(f"nothing is checked: the settings are invalid; {_REPORTED}\n")
+        return 0
     except LaunchFailed as error:
         sys.stderr.write(f"doctor failed: {error}.\n")
         return EXIT_FAILED
