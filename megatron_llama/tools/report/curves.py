@@ -68,7 +68,7 @@ class Curve:
         """Return number 1 (mean), 2 (smallest) or 3 (largest) of each bucket's values; None without a value."""
         counts, sums, low, high = self._values[name]
         values = (sums / np.where(counts > 0, counts, np.nan), low, high)[number - 1]
-        return [None if math.isnan(value) else _short(value) for value in values.tolist()]
+        return [None if math.isnan(value) else value for value in values.tolist()]
 
     def mean(self, name: str, first: int, last: int) -> float | None:
         """Return the mean over the buckets that overlap the steps ``first`` to ``last``; None without a value."""
@@ -85,11 +85,11 @@ class Curve:
         """
         curves: dict[str, Any] = {}
         for name in names:
-            series = curves[name] = {"mean": self.column(name, 1)}
-            if self.width > 1:
-                series |= {"low": self.column(name, 2), "high": self.column(name, 3)}
+            mean, low, high = (self.column(name, number) for number in (1, 2, 3))
+            series = {"mean": mean} | ({"low": low, "high": high} if self.width > 1 else {})
             if name in SMOOTHED:
-                series["smooth"] = smoothed(series["mean"])
+                series["smooth"] = smoothed(mean)
+            curves[name] = {kind: [_short(value) for value in values] for kind, values in series.items()}
         return {"first": self.first, "step": self.last, "tokens": self.tokens, "series": curves}
 
 
@@ -107,12 +107,12 @@ def smoothed(values: Sequence[float | None]) -> list[float | None]:
         return list(values)
     means = moving_average([math.nan if value is None else value for value in values], 2 * half + 1)
     edge: list[float | None] = [None] * half
-    return [*edge, *(None if math.isnan(mean) else _short(mean) for mean in means.tolist()), *edge]
+    return [*edge, *(None if math.isnan(mean) else mean for mean in means.tolist()), *edge]
 
 
-def _short(value: float) -> float:
+def _short(value: float | None) -> float | None:
     """Return the value with six significant digits, for a short page."""
-    return float(f"{value:.6g}")
+    return None if value is None else float(f"{value:.6g}")
 
 
 @dataclass
