@@ -336,16 +336,10 @@ class FakeRecorder(threading.Thread):
         self.content = pickle.dumps({"version": "2.10", "entries": entries}, protocol=2)
         pipe = f"{environment['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}{number}.pipe"
         os.mkfifo(pipe)
-        self.pipe = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        self.pipe = os.open(pipe, os.O_RDWR)  # opens without a writer, and a read waits for one
 
     def run(self) -> None:
-        while True:
-            try:
-                if os.read(self.pipe, 128):
-                    break
-            except BlockingIOError:
-                pass
-            threading.Event().wait(0.01)
+        os.read(self.pipe, 128)
         self.file.write_bytes(self.content)
         os.close(self.pipe)
 
