@@ -135,7 +135,7 @@ PREPARATION = [f"data_prep/{p.name}" for p in sorted((ROOT / "data_prep").glob("
         ("train.py data=mock device=cpu run.dir={folder}", "torch", signal.SIGINT),  # when it claims the folder
         ("scripts/plan.py --help", "megatron_llama.system.errors", signal.SIGINT),
         ("scripts/compare.py --help", "megatron_llama.tools.compare.cli", signal.SIGINT),
-        ("scripts/generate.py --help", "megatron_llama.launch.start", signal.SIGINT),
+        ("scripts/generate.py --help", "megatron_llama.tools.inference.sampling", signal.SIGINT),
         *((f"{program} --help", "megatron_llama.system.errors", signal.SIGINT) for program in PREPARATION),
     ],
 )
