@@ -6,12 +6,13 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterable
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 from megatron_llama.config.problems import ConfigError, Problem
-from megatron_llama.system.files import read_json
+from megatron_llama.system.files import read_json, sha256_file
 from megatron_llama.system.installed import pip_install
 from megatron_llama.system.tables import gib
 
@@ -105,7 +106,23 @@ def _download(name: str, repository: str, options: dict[str, Any]) -> str:
     if size > (free := shutil.disk_usage(folder).free):
         raise OSError(f"it has {gib(size)}, and {folder} has {gib(free)} free")
     sys.stderr.write(f"downloading {name} to {folder}: {gib(size)}\n")
-    return snapshot_download(repository, **options)
+    snapshot = snapshot_download(repository, **options)
+    _check_hashes(Path(snapshot) / file.filename for file in missing if file.will_download)
+    return snapshot
+
+
+def _check_hashes(files: Iterable[Path]) -> None:
+    """Compare large files with their sha256, by which the cache names them; huggingface_hub checks only the size.
+
+    Raises:
+        OSError: They differ. Such files are deleted.
+    """
+    for path in files:
+        blob = path.resolve()
+        if re.fullmatch("[0-9a-f]{64}", blob.name) and sha256_file(blob) != blob.name:
+            path.unlink()
+            blob.unlink()
+            raise OSError(f"{path.name} has another sha256 than the hub's, and was deleted")
 
 
 def check_upload(name: str) -> None:

@@ -176,6 +176,15 @@ def test_an_interrupted_download_continues(server: HubServer, hub: Path) -> None
     assert not fetch_weights(folder) and names_in(folder) == NEEDED
 
 
+def test_a_damaged_download_is_deleted(server: HubServer, hub: Path) -> None:
+    name = "model-00001-of-00002.safetensors"
+    folder = resolve_hub_name("org/llama")
+    server.damaged.add(name)
+    (problem,) = fetch_weights(folder)
+    assert f"{name} has another sha256" in problem.rule and name not in names_in(folder)
+    assert not fetch_weights(folder) and (Path(folder) / name).read_bytes() == MODEL[name]
+
+
 Setup = Callable[[HubServer, pytest.MonkeyPatch], object]
 REFUSED: dict[str, tuple[Setup, str]] = {
     "gated": (lambda server, patch: vars(server).update(token="t", gated=True), "accept the terms"),
