@@ -54,7 +54,12 @@ def matches_pattern(name: str, pattern: str) -> bool:
 
 def layer_adapters(model: ModelConfig, finetune: FinetuneConfig, layer: int) -> LayerAdapters:
     """Return the adapters of a layer; empty without LoRA."""
-    return _all_adapters(model, finetune)[layer] if finetune.method == "lora" else {}
+    if finetune.method != "lora":
+        return {}
+    lists = (finetune.lora_target_modules, finetune.exclude_modules, finetune.layers_to_transform)
+    patterns = (finetune.rank_pattern.items(), finetune.alpha_pattern.items())
+    numbers = (finetune.lora_rank, finetune.lora_alpha, finetune.use_rslora)
+    return _adapters_of(model.num_hidden_layers, numbers, *map(tuple, lists), *map(tuple, patterns))[layer]  # type: ignore[arg-type]
 
 
 def layer_kinds(
@@ -74,25 +79,10 @@ def adapted_modules(model: ModelConfig, finetune: FinetuneConfig) -> list[str]:
     return [module for module in LORA_TARGETS if any(module in adapters for adapters, _ in kinds)]
 
 
-def _all_adapters(model: ModelConfig, finetune: FinetuneConfig) -> tuple[LayerAdapters, ...]:
-    names = (finetune.lora_target_modules, finetune.exclude_modules, finetune.layers_to_transform)
-    patterns = (finetune.rank_pattern, finetune.alpha_pattern)
-    return _adapters_of(
-        model.num_hidden_layers,
-        finetune.lora_rank,
-        finetune.lora_alpha,
-        finetune.use_rslora,
-        *map(tuple, names),  # type: ignore[arg-type]
-        *(tuple(pattern.items()) for pattern in patterns),
-    )
-
-
 @lru_cache
 def _adapters_of(
     layers: int,
-    lora_rank: int,
-    lora_alpha: float,
-    use_rslora: bool,
+    numbers: tuple[int, float, bool],
     targets: tuple[str, ...],
     excluded: tuple[str, ...],
     only_layers: tuple[int, ...],
@@ -100,6 +90,7 @@ def _adapters_of(
     alphas: tuple[tuple[str, float], ...],
 ) -> tuple[LayerAdapters, ...]:
     """Return the adapters of each layer. Layers with equal adapters share one mapping."""
+    lora_rank, lora_alpha, use_rslora = numbers
     shared: dict[tuple[tuple[str, Adapter], ...], LayerAdapters] = {}
     by_layer = []
     for layer in range(layers):

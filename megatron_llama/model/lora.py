@@ -147,8 +147,12 @@ class LoraLinear(nn.Module):
         return reduce_from_tensor_model_parallel_region(low, group=group)
 
 
-def add_lora(chunk: Llama, finetune: FinetuneConfig) -> None:
-    """Wrap the adapted linear layers of a chunk on the meta device, with uninitialized A and B."""
+def add_lora(chunk: Llama, finetune: FinetuneConfig, frozen_dtype: torch.dtype) -> None:
+    """Wrap the adapted linear layers of a chunk on the meta device, with uninitialized A and B, and freeze the others.
+
+    Args:
+        frozen_dtype: dtype of frozen weights that are not quantized.
+    """
     model, tp = chunk.model, chunk.config.tensor_model_parallel_size
     for number, block in chunk.layers.items():
         adapters = layer_adapters(model, finetune, int(number))
@@ -157,14 +161,6 @@ def add_lora(chunk: Llama, finetune: FinetuneConfig) -> None:
                 if (stack := stacked_adapters(model, adapters, matrix, tp)) is not None:
                     layer = LoraLinear(getattr(branch, matrix), fused_rows(model, matrix, tp), stack, finetune)
                     setattr(branch, matrix, layer)
-
-
-def freeze(chunk: Llama, finetune: FinetuneConfig, frozen_dtype: torch.dtype) -> None:
-    """Freeze a chunk on the meta device, except for LoRA, ``modules_to_save`` and ``bias``.
-
-    Args:
-        frozen_dtype: dtype of frozen weights that are not quantized.
-    """
     for name, parameter in chunk.named_parameters():
         parameter.requires_grad_(is_lora(name) or is_saved_module(name, chunk.model, finetune))
         if not parameter.requires_grad and parameter.is_floating_point():

@@ -18,7 +18,7 @@ from megatron_llama.model.fused import fused_operators
 from megatron_llama.model.init import torch_dtype
 from megatron_llama.model.inputs import InputBuilder
 from megatron_llama.model.llama import BlockParts, Llama, Wrapper, build_norm, parallel_linear
-from megatron_llama.model.lora import add_lora, freeze
+from megatron_llama.model.lora import add_lora
 from megatron_llama.model.loss import IN_PLACE, Head, fused_softmax
 from megatron_llama.model.mlp_chunks import run_in_chunks
 from megatron_llama.model.noise import EmbeddingNoise
@@ -143,14 +143,8 @@ WRAPPERS: dict[str, Callable[[Build, int], list[Wrapper]]] = {
 }
 
 
-def _add_lora(build: Build, chunk: Llama) -> None:
-    finetune = build.plan.config.finetune
-    add_lora(chunk, finetune)
-    freeze(chunk, finetune, torch_dtype(build.plan.frozen_dtype))
-
-
 CHUNKS: dict[str, Callable[[Build, Llama], None]] = {
     "exact": lambda b, chunk: b.exact.name_totals(chunk),
-    "LoRA": _add_lora,
+    "LoRA": lambda b, chunk: add_lora(chunk, b.plan.config.finetune, torch_dtype(b.plan.frozen_dtype)),
     "data parallel": lambda b, chunk: shard_chunk(chunk, b.data_groups, b.plan),
 }
