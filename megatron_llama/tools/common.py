@@ -17,12 +17,12 @@ from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.system.programs import BATCH_FOLDER, batch_script, batch_variables, name_commands
 
 
-def run_tool(usage: str, argv: Sequence[str], work: Callable[[Any, list[str]], int], **options: Any) -> int:
+def run_tool(usage: str, argv: Sequence[str], work: Callable[[Any, list[str]], int], options: Mapping[str, Any]) -> int:
     """Print ``usage`` if ``argv`` asks for help, else call ``work`` and report its problems; return the exit status.
 
     Args:
         work: called with the parsed options, by attribute, and the other arguments.
-        options: type of each option's value by name; bool for a flag.
+        options: type of each option's value; bool for a flag.
     """
     usage = name_commands(usage)
     if {"--help", "-h"} & set(argv):
@@ -31,7 +31,7 @@ def run_tool(usage: str, argv: Sequence[str], work: Callable[[Any, list[str]], i
     parser = ArgumentParser(usage=usage, add_help=False, allow_abbrev=False)
     for name, kind in options.items():
         how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
-        parser.add_argument(f"--{name.replace('_', '-')}", **how)
+        parser.add_argument(name, **how)
     try:
         return work(*parser.parse_known_args(argv))
     except ConfigError as error:

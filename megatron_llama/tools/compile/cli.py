@@ -56,7 +56,7 @@ FOLDER = "compile"
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/compile.py`` with ``argv``; return the exit status."""
-    return run_tool(USAGE, argv, _run, one_per_stage=bool)
+    return run_tool(USAGE, argv, _run, {"--one-per-stage": bool})
 
 
 def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -64,7 +64,7 @@ _HANG_SECONDS = "trainer.hang_timeout_seconds=60"
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/doctor.py`` with ``argv``; return the exit status."""
-    return run_tool(USAGE, argv, partial(_run, argv), quick=bool, json=bool)
+    return run_tool(USAGE, argv, partial(_run, argv), {"--quick": bool, "--json": bool})
 
 
 def _run(argv: Sequence[str], arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -67,7 +67,7 @@ docs/guides/training/parallelism.md explains the diagrams.
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/pipeline.py`` with ``argv``; return the exit status."""
-    return run_tool(USAGE, argv, _run, measure=bool, out=Path)
+    return run_tool(USAGE, argv, _run, {"--measure": bool, "--out": Path})
 
 
 def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

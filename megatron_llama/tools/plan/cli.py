@@ -61,7 +61,7 @@ PUBLISHED = "--published"
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/plan.py`` with ``argv``; return the exit status."""
-    return run_tool(USAGE, argv, _run, json=bool, devices=bool, calibrate=bool)
+    return run_tool(USAGE, argv, _run, {"--json": bool, "--devices": bool, "--calibrate": bool})
 
 
 def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -51,7 +51,7 @@ _ONLY_STEPS = (
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/profile.py`` with ``argv``; return the exit status."""
-    return run_tool(USAGE, argv, _run)
+    return run_tool(USAGE, argv, _run, {})
 
 
 def _run(_: object, argv: Sequence[str]) -> int:

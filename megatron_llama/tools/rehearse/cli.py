@@ -57,7 +57,7 @@ docs/guides/tools/rehearse.md lists the exact and the approximate numbers.
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/rehearse.py`` with ``argv``; return the exit status."""
-    return run_tool(USAGE, argv, _run, ranks=str, json=bool, pictures=Path)
+    return run_tool(USAGE, argv, _run, {"--ranks": str, "--json": bool, "--pictures": Path})
 
 
 def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

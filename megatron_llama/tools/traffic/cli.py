@@ -63,7 +63,7 @@ else a failure.
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/traffic.py`` with ``argv``; return the exit status."""
-    return run_tool(USAGE, argv, _run, measure=bool)
+    return run_tool(USAGE, argv, _run, {"--measure": bool})
 
 
 def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -53,7 +53,7 @@ arguments or settings.
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/tune.py`` with ``argv``; return the exit status."""
-    return run_tool(USAGE, argv, _run, output=Path, no_trials=bool)
+    return run_tool(USAGE, argv, _run, {"--output": Path, "--no-trials": bool})
 
 
 def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
