@@ -273,8 +273,10 @@ def _check_complete(text: str, turns: Sequence[Turn], context: TemplateContext, 
         parameters = function.get("parameters")
         names = parameters.get("properties") if isinstance(parameters, dict) else None
         parts = [function["name"], str(function.get("description", "")), *(names if isinstance(names, dict) else ())]
-        if not all(_find(text, part, 0)[0] >= 0 for part in parts):
-            raise RecordError("template_omits", f"the tool {function['name'][:60]!r} is not in its text")
+        for part in parts:
+            if _find(text, part, 0)[0] < 0:
+                place = "" if part == function["name"] else f"{part[:60]!r} of "
+                raise RecordError("template_omits", f"{place}the tool {function['name'][:60]!r} is not in its text")
     position = 0
     for number, turn in enumerate(turns, start=1):
         if ask and turn.role == "assistant":
