@@ -76,11 +76,14 @@ def decoded(
         yield "(no tokenizer to decode it: write --tokenizer-model PATH)"
         return
     from data_prep.lib.tokenizer_backends import load_encoder
+    from megatron_llama.config.data_settings import NewTokens
     from megatron_llama.config.hub import resolve_hub_name
 
-    library = (manifest or {}).get("options", {}).get("tokenizer_library", "sentencepiece")
+    options = (manifest or {}).get("options", {})
+    library, new_tokens = options.get("tokenizer_library", "sentencepiece"), NewTokens.of(options)
     path = resolve_hub_name(path)
-    tokenizer = load_encoder(library, path, "sentencepiece" if library == "sentencepiece" else "auto").tokenizer
+    choice = "sentencepiece" if library == "sentencepiece" else "auto"
+    tokenizer = load_encoder(library, path, choice, new_tokens=new_tokens).tokenizer
     if manifest and manifest["tokenizer_sha256"] != tokenizer.sha256:
         raise UserError(
             f"{path} (sha256 {tokenizer.sha256[:12]}) is not the tokenizer of this dataset; see its manifest"

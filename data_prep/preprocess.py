@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from data_prep.lib.input_files import TEXT_SUFFIXES
-from data_prep.lib.job import RunOptions, add_run_flags, collect, reject
+from data_prep.lib.job import RunOptions, add_run_flags, add_token_flags, collect, reject
 from data_prep.lib.next_command import next_training
 from data_prep.lib.sets import TextOptions, make_text_set
 from megatron_llama.system.command import ArgumentParser
@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     tokenizer.add_argument("--tokenizer-library", help="sentencepiece, huggingface or tiktoken (default: detected)")
     tokenizer.add_argument("--tokenizer-type", help="Hugging Face folder, or a tokenizer type of Megatron")
     tokenizer.add_argument("--tokenizer-model", metavar="PATH", help=".model file or Hugging Face folder")
+    add_token_flags(tokenizer)
     tokenizer.add_argument("--append-eod", action="store_true", help="append the end-of-text token to each document")
     tokenizer.add_argument(
         "--prepend-bos",

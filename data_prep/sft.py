@@ -22,7 +22,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from data_prep.lib.job import RunOptions, add_run_flags, collect, reject
+from data_prep.lib.job import RunOptions, add_run_flags, add_token_flags, collect, reject
 from data_prep.lib.next_command import next_training
 from data_prep.lib.records import FORMATS
 from data_prep.lib.sets import ExampleOptions, find_record_files, make_sft_set
@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument("--seed", type=int, default=1234, help="seed of --split (default 1234)")
     example = result.add_argument_group("examples")
     example.add_argument("--tokenizer-model", required=True, metavar="PATH", help=".model file or Hugging Face folder")
+    add_token_flags(example)
     names = f"{', '.join(CHAT_TEMPLATES)} or FILE.jinja (default own: the tokenizer's)"
     example.add_argument("--chat-template", default="own", metavar="NAME", help=names)
     example.add_argument(

@@ -78,6 +78,7 @@ class _Preparation:
             "json_keys": list(job.keys),
             "tokenizer_library": tokenizer.library,
             "tokenizer_sha256": tokenizer.sha256,
+            **tokenizer.new_tokens.settings,
             "append_eod": job.append_eod,
             **({"prepend_bos": True} if job.prepend_bos else {}),  # older versions did not write it
             "max_line_bytes": job.max_line,

@@ -131,6 +131,13 @@ def add_run_flags(data: argparse._ArgumentGroup, output: argparse._ArgumentGroup
     )
 
 
+def add_token_flags(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of new tokens, which are named like the settings of train.py."""
+    for flag, kind in (("--add-tokens", ""), ("--add-special-tokens", "special ")):
+        message = f"{kind}tokens to add to a tokenizer.json, as data.{flag[2:].replace('-', '_')}"
+        group.add_argument(flag, nargs="+", default=[], metavar="TOKEN", help=message)
+
+
 @dataclass(frozen=True)
 class ChatFormat:
     """Conversion of records to examples of a fine-tuning dataset."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from data_prep.lib.dataset import read_manifest
 from megatron_llama.config import ModelConfig
-from megatron_llama.config.data_settings import PREFERENCE_FORMATS, UNPAIRED
+from megatron_llama.config.data_settings import PREFERENCE_FORMATS, UNPAIRED, NewTokens
 from megatron_llama.config.hf_config import CONFIG
 from megatron_llama.config.hub import resolve_hub_name
 from megatron_llama.config.problems import write_override
@@ -43,6 +43,8 @@ def next_training(
     if format in PREFERENCE_FORMATS.values():
         words += ["finetune=full", f"finetune.objective={'kto' if format == UNPAIRED else 'dpo'}"]
     words.append(write_override("data.prefixes", prefixes))
+    new_tokens = NewTokens.of(manifests[0].get("options") or {})
+    words += [write_override(f"data.{name}", tokens) for name, tokens in new_tokens.settings.items()]
     if seq_length is not None:
         words.append(f"data.seq_length={seq_length}")
         if (model := _model_of(tokenizer)) is not None:

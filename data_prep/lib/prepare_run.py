@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.data_settings import (
     PREFERENCE_FORMATS,
+    NewTokens,
     has_columns,
     is_template_file,
     name_dataset,
@@ -185,6 +186,7 @@ def _key(path: str, records: list[str], tokenizer: str, data: DataConfig, format
         "chat_template": _template_key(data.chat_template),
         "seq_length": data.length,
         **({"format": format} if format != "auto" else {}),
+        **NewTokens.of(data).settings,
         **({"chat_template_kwargs": data.chat_template_kwargs} if data.chat_template_kwargs else {}),
     }
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
@@ -241,7 +243,8 @@ def _examples(records: RecordFile, data: DataConfig) -> ExampleOptions:
 
     template = (data.template or None) if has_columns(records.path) else None
     chat = (data.chat_template, data.chat_template_kwargs)
-    return ExampleOptions(records.tokenizer, data.length, records.format, template, *chat)
+    new = NewTokens.of(data).settings
+    return ExampleOptions(records.tokenizer, data.length, records.format, template, *chat, **new)  # type: ignore[arg-type]
 
 
 def _prepare(records: RecordFile, data: DataConfig, temporary: Path) -> dict[str, Any]:
@@ -300,6 +303,8 @@ def _command(path: str, tokenizer: str, data: DataConfig, format: str) -> str:
     words += ["--chat-template", data.chat_template] if data.chat_template != DataConfig.chat_template else []
     if data.chat_template_kwargs:
         words += ["--chat-template-kwargs", json.dumps(data.chat_template_kwargs)]
+    for setting, tokens in NewTokens.of(data).settings.items():
+        words += [f"--{setting.replace('_', '-')}", *tokens]
     words += ["--format", format] if format != "auto" else []
     words += ["--template", str(data.template)] if has_columns(path) and data.template else []
     words += ["--on-bad-line", "skip", "--output-prefix", f"corpora/{name}/{name}"]

@@ -18,7 +18,7 @@ from data_prep.lib.job import ChatFormat, PrepareJob, RunOptions, reject
 from data_prep.lib.records import TEXT
 from data_prep.lib.sources import Source, header_of, with_array
 from data_prep.lib.tokenizer_backends import Encoder, load_encoder
-from megatron_llama.config.data_settings import MASK_SUFFIX, is_table, is_template_file
+from megatron_llama.config.data_settings import MASK_SUFFIX, TOKEN_SETTINGS, NewTokens, is_table, is_template_file
 from megatron_llama.config.hub import resolve_hub_name
 from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.system.errors import UserError
@@ -54,6 +54,10 @@ class ExampleOptions:
     """Compute the loss on all tokens, not only on answers."""
     add_bos: bool | None = None
     """Whether a named template's examples start with BOS; None: as the tokenizer does."""
+    add_tokens: Sequence[str] = ()
+    """Tokens to add to the tokenizer."""
+    add_special_tokens: Sequence[str] = ()
+    """Special tokens to add to the tokenizer."""
 
     def __post_init__(self) -> None:
         """Validate the options. Raises UserError."""
@@ -113,7 +117,7 @@ def build_chat_format(examples: ExampleOptions, sources: Sequence[Source]) -> Ch
     """
     is_text = examples.format == TEXT
     model, is_jinja = resolve_hub_name(examples.tokenizer_model), examples.chat_template not in NAMED_TEMPLATES
-    tokenizer = open_tokenizer(Path(model))
+    tokenizer = open_tokenizer(Path(model), NewTokens.of(examples))
     trained = TrainedTemplate(examples.chat_template, variables=json.dumps({**examples.chat_template_kwargs}))
     template: RenderedText | NamedTemplate | Jinja
     if is_text:
@@ -144,7 +148,8 @@ def build_chat_format(examples: ExampleOptions, sources: Sequence[Source]) -> Ch
     # Manifests of older versions have neither variables of templates nor markers.
     later: dict[str, Any] = {"chat_template_kwargs": {}, "response_marker": None}
     decisive = {key: value for key, value in asdict(examples).items() if later.get(key, ...) != value}
-    del decisive["tokenizer_model"]
+    for name in ("tokenizer_model", *TOKEN_SETTINGS):  # part of the tokenizer's identity
+        decisive.pop(name, None)
     if is_template_file(examples.chat_template):  # the file may move, but the trained model is asked with it
         decisive["chat_template_source"] = source
     return ChatFormat(
@@ -211,6 +216,8 @@ class TextOptions:
     append_eod: bool = False
     prepend_bos: bool = False
     encoder: str = "auto"
+    add_tokens: Sequence[str] = ()
+    add_special_tokens: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Validate the options. Raises UserError."""
@@ -270,7 +277,8 @@ def make_text_set(text: TextOptions, options: RunOptions, report: Callable[[str]
     for note in inputs.notes():
         sys.stderr.write(f"note: {note}\n")
     keys = text.json_keys or detect_keys(inputs.sources)
-    encoder = load_encoder(library, model, text.encoder, sample_texts(inputs.sources, keys))
+    samples = sample_texts(inputs.sources, keys)
+    encoder = load_encoder(library, model, text.encoder, samples, NewTokens.of(text))
     if text.append_eod and encoder.tokenizer.end is None:
         raise UserError(f"--append-eod: the tokenizer {model} has no end-of-text token. Remove --append-eod")
     if text.prepend_bos and encoder.tokenizer.bos is None:

@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from megatron_llama.config.data_settings import NewTokens
 from megatron_llama.config.hub import download_hint
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import read_whole
 from megatron_llama.system.installed import pip_install
 from megatron_llama.text.tokenizer import (
     FAST_JSON,
+    NO_TOKENS,
     SENTENCEPIECE_MODEL,
     SETTINGS,
     SPACE,
@@ -29,6 +31,7 @@ from megatron_llama.text.tokenizer import (
     TokenizerError,
     fast_encoder_obstacle,
     import_package,
+    open_tokenizer,
     read_model,
     read_settings,
     special_pieces,
@@ -79,7 +82,9 @@ class Encoder:
         return self.name in FAST
 
 
-def load_encoder(library: str, path: str, choice: str = "auto", sample: Sequence[str] = ()) -> Encoder:
+def load_encoder(
+    library: str, path: str, choice: str = "auto", sample: Sequence[str] = (), new_tokens: NewTokens = NO_TOKENS
+) -> Encoder:
     """Load a tokenizer. ``choice`` auto selects the fastest encoder that passes the self-check.
 
     Raises:
@@ -89,6 +94,8 @@ def load_encoder(library: str, path: str, choice: str = "auto", sample: Sequence
         raise UserError(f"--tokenizer-library {library}: write {', '.join(LIBRARIES)}")
     if choice in FAST and library != "sentencepiece":
         raise UserError(f"--encoder {choice} supports only sentencepiece models: write --encoder auto")
+    if new_tokens:
+        return Encoder(open_tokenizer(Path(path), new_tokens))
     if library == "tiktoken":
         return Encoder(TiktokenTokenizer(Path(path)))
     file = tokenizer_file(path) if library == "huggingface" else Path(path)

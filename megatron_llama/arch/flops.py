@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron_llama.arch.shapes import head_dim, lora_parameters, matrices_per_layer
+from megatron_llama.arch.shapes import head_dim, lora_parameters, matrices_per_layer, saves_module
 from megatron_llama.config import FinetuneConfig, ModelConfig
 
 FORWARD_AND_BACKWARD = 3  # the backward pass has two matmuls for each one of the forward pass
@@ -68,7 +68,7 @@ def flops_per_token(model: ModelConfig, seq_length: float, finetune: FinetuneCon
     """
     matmuls = 2 * FORWARD_AND_BACKWARD * matmul_parameters(model)
     if finetune is not None and finetune.method == "lora":
-        head = model.vocab_size * model.hidden_size if "lm_head" in finetune.modules_to_save else 0
+        head = model.vocab_size * model.hidden_size if saves_module("lm_head", model, finetune) else 0
         layers = range(model.num_hidden_layers)
         matmuls -= 2 * (matmul_parameters(model) - head)
         matmuls += 2 * FORWARD_AND_BACKWARD * lora_parameters(model, finetune, layers, padded=False)

@@ -125,7 +125,7 @@ def is_saved_module(name: str, model: ModelConfig, finetune: FinetuneConfig) -> 
     """Return whether LoRA trains a weight or bias in full: modules_to_save, by the ending as in PEFT, and ``bias``."""
     if (bias := _BIAS.fullmatch(name)) is not None:
         return trains_bias(model, finetune, int(bias["layer"]), bias["module"])
-    return name.removesuffix(".weight").endswith(tuple(finetune.modules_to_save))
+    return saves_module(name.removesuffix(".weight"), model, finetune)
 
 
 def peft_name(name: str, model: ModelConfig, finetune: FinetuneConfig) -> str:

@@ -266,6 +266,12 @@ def lora_parameters(
     return total
 
 
+def saves_module(module: str, model: ModelConfig, finetune: FinetuneConfig) -> bool:
+    """Return whether a module is in modules_to_save, by the ending, as in PEFT. A tied output head is the embedding."""
+    module = "embed_tokens" if module == "lm_head" and model.tie_word_embeddings else module
+    return module.endswith(tuple(finetune.modules_to_save))
+
+
 def whole_model(model: ModelConfig, finetune: FinetuneConfig) -> StageParameters:
     """Return the parameters of the whole model, including LoRA, without padding and copies."""
     layers = range(model.num_hidden_layers)
@@ -309,11 +315,11 @@ def stage_parameters(
         return StageParameters(held, held, quantizable, in_blocks + tables * table_in_blocks, summed)
 
     def saved(module: str) -> bool:
-        return module.endswith(tuple(finetune.modules_to_save))
+        return saves_module(module, model, finetune)
 
     added = lora_parameters(model, finetune, numbers, tp, padded=padded)
     norms = layers * sum(map(saved, block_norms(model))) + (last and saved("norm"))
-    tables = (first and saved("embed_tokens")) + (last and saved("lm_head"))
+    tables = (first and saved("embed_tokens")) + (last and tables > first and saved("lm_head"))
     trained = added + norms * model.hidden_size + tables * table
     trained += layers * sum(size for name, size in qk_norm_shapes(model, tp).items() if saved(name))
     biases = bias_rows(model, tp).items()

@@ -21,12 +21,13 @@ from megatron_llama.checkpoint import state as contents
 from megatron_llama.checkpoint.differences import Difference, check_allowed, data_record, find_differences
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import find_checkpoint, move_aside, point_to, resume_candidates
-from megatron_llama.checkpoint.hf_folder import open_hf_folder
+from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, open_hf_folder
 from megatron_llama.checkpoint.lora_adapter import fingerprint, open_adapter
 from megatron_llama.checkpoint.manifest import Manifest, State, dtype_of, read_manifest
 from megatron_llama.checkpoint.saving import Saver, fallback_folder
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.data_settings import NewTokens
 from megatron_llama.config.settings import ALLOWED, CheckpointConfig
 from megatron_llama.data.batches import Data
 from megatron_llama.optim import Optimizer
@@ -207,7 +208,10 @@ class Checkpointer:
             self._base = f"random weights of trainer.seed={trainer.seed}, {model.initializer_range:g}"
             return
         self._start_from("init_from", folder, self._load_weights)
-        self._base = broadcast_from_rank_0(lambda: fingerprint(open_hf_folder(Path(folder), model)))
+        self._base = broadcast_from_rank_0(lambda: fingerprint(self._open_hf_folder(Path(folder))))
+
+    def _open_hf_folder(self, folder: Path) -> SafetensorsFiles:
+        return open_hf_folder(folder, self.plan.model, grows=bool(NewTokens.of(self.plan.config.data)))
 
     def _start_from(self, field: str, folder: str, load: Callable[[Path], None]) -> None:
         """Load the weights of a folder. Raises ConfigError on all ranks if they do not match."""
@@ -229,7 +233,7 @@ class Checkpointer:
         # With Hugging Face's config.json and files. The errors of unknown folders assume it.
         has_config = recognized is None or not recognized.is_foreign or is_trainer
         foreign = None if has_config else open_foreign(folder, model)
-        stored = open_hf_folder(folder, model) if foreign is None else foreign.tensors
+        stored = self._open_hf_folder(folder) if foreign is None else foreign.tensors
         if foreign is not None and not foreign.has_settings:
             self._report(f"{folder} lacks {NO_SETTINGS}")
         base = [shard for shard in self.model.shards if not is_lora(shard.name)]

@@ -67,6 +67,7 @@ SETTINGS = {
         "model.sparse_attention": "block num_local_blocks num_global_blocks",
         "model.rope_scaling": "rope_type factor low_freq_factor high_freq_factor original_max_position_embeddings "
         "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate short_factor long_factor",
+        "data": "add_tokens add_special_tokens",
         "optim": "name",
         "finetune": "method lora_rank lora_alpha use_rslora use_dora lora_target_modules exclude_modules "
         "layers_to_transform rank_pattern alpha_pattern bias modules_to_save",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_llama.arch.checkpoint_formats import DCP
-from megatron_llama.arch.names import Shape, hf_shapes, peft_name
+from megatron_llama.arch.names import EMBEDDING, PEFT_PREFIX, Shape, hf_shapes, peft_name
 from megatron_llama.checkpoint.folder import older_checkpoints
 from megatron_llama.checkpoint.lora_adapter import (
     MergedTensors,
@@ -36,6 +36,7 @@ from megatron_llama.checkpoint.stored_tensors import (
     safetensors_header,
 )
 from megatron_llama.config import ConfigError, ModelConfig, Problem
+from megatron_llama.config.data_settings import NewTokens
 from megatron_llama.config.hf_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -49,7 +50,14 @@ from megatron_llama.config.problems import format_value
 from megatron_llama.config.settings import MODEL_TYPES
 from megatron_llama.system.files import FolderTaken, atomic_folder, check_free, sha256_file, write_synced
 from megatron_llama.text.chat_template import add_stop_token, write_trained_template
-from megatron_llama.text.tokenizer import TokenizerError, open_tokenizer, read_sentencepiece, tokenizer_file
+from megatron_llama.text.tokenizer import (
+    FAST_JSON,
+    SENTENCEPIECE_MODEL,
+    TokenizerError,
+    open_tokenizer,
+    read_sentencepiece,
+    tokenizer_file,
+)
 
 HF_FOLDER = "hf"
 MAX_SHARD_BYTES = 5 * 10**9
@@ -134,7 +142,7 @@ def export(
         token_ids, tokenizer = write_companions(manifest, partial)
         if is_adapter:
             files, single = [shapes], ADAPTER_WEIGHTS
-            _write_json(partial / ADAPTER_CONFIG, adapter_config(finetune, manifest.state.hf_folder))
+            _write_json(partial / ADAPTER_CONFIG, adapter_config(finetune, model, manifest.state.hf_folder))
         else:
             files, single = split_into_files(shapes, EXPORT_DTYPES[dtype], max_shard_bytes), SINGLE
             _write_json(partial / "config.json", hf_config(model, dtype, token_ids))
@@ -198,6 +206,8 @@ def open_source(
     if is_adapter:  # the tensors that LoRA trained, by PEFT name
         trained = trained_tensors(manifest, model, finetune)
         peft = {peft_name(name, model, finetune): tensor for name, tensor in trained.tensors.items()}
+        if model.tie_word_embeddings and EMBEDDING in trained.tensors:
+            peft[f"{PEFT_PREFIX}lm_head.weight"] = trained.tensors[EMBEDDING]  # PEFT reads both names
         return replace(trained, tensors=peft), {name: tensor.shape for name, tensor in peft.items()}
     shapes = hf_shapes(model)
     if merge:
@@ -321,7 +331,8 @@ def write_companions(manifest: Manifest, folder: Path) -> tuple[dict[str, int], 
     tokenizer = Path(named) if named is not None and Path(named).exists() else base
     token_ids: dict[str, int] = {}
     if tokenizer is not None:
-        token_ids = _write_tokenizer(tokenizer, folder, is_run=tokenizer != base)
+        new_tokens = NewTokens.of(manifest.state.settings.get("data", {}))
+        token_ids = _write_tokenizer(tokenizer, folder, new_tokens, is_run=tokenizer != base)
     if base is not None:
         one, other = tokenizer_file(tokenizer or base), tokenizer_file(base)
         if one == other or (other.is_file() and sha256_file(one) == sha256_file(other)):
@@ -345,7 +356,7 @@ def _write_base_settings(base: Path, folder: Path) -> dict[str, int]:
     return {name: content[name] for name in _TOKEN_IDS if content.get(name) is not None}
 
 
-def _write_tokenizer(source: Path, folder: Path, is_run: bool) -> dict[str, int]:
+def _write_tokenizer(source: Path, folder: Path, new_tokens: NewTokens, is_run: bool) -> dict[str, int]:
     """Copy a tokenizer, and write the tokenizer_config.json that transformers needs. Return the token ids.
 
     Args:
@@ -363,8 +374,12 @@ def _write_tokenizer(source: Path, folder: Path, is_run: bool) -> dict[str, int]
     if file.suffix != ".json":
         # Llama's original release has only tokenizer.model, and its prompts begin with BOS. Training data has no BOS.
         return {} if has_settings else _write_sentencepiece(file, folder, add_bos=not is_run)
+    if new_tokens:
+        for name in (FAST_JSON, SENTENCEPIECE_MODEL):  # without the tokens
+            (folder / name).unlink(missing_ok=True)
+        write_synced(folder / FAST_JSON, new_tokens.grow(file))
     try:
-        tokenizer = open_tokenizer(source)
+        tokenizer = open_tokenizer(source, new_tokens)
     except TokenizerError:
         return {}
     ids = {kind: number for kind, number in (("bos", tokenizer.bos), ("eos", tokenizer.end)) if number is not None}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from megatron_llama.config.hub import INDEX, SINGLE
 # Old exporters wrote these tensors; the config defines their values.
 _DERIVED = ".rotary_emb.inv_freq"
 _BLOCK_VALUES = 1 << 24
+_MEAN_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,33 @@ class SafetensorsFiles(Stored):
         with open_safetensors(self.folder / tensor.file) as content:
             source = content.get_slice(tensor.key)
             for offset, target in rectangles.parts:
-                values = source[tuple(slice(o, o + n) for o, n in zip(offset, target.shape, strict=True))]
+                rows = max(0, min(len(target), source.get_shape()[0] - offset[0]))  # the others are of new tokens
+                sizes = (rows, *target.shape[1:])
+                values = source[tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))]
                 check_finite(self.folder / tensor.file, tensor.key, values, offset)
-                target.copy_(values)
+                target[:rows].copy_(values)
                 read += values.nbytes
+                if rows < len(target):
+                    target[rows:].copy_(mean_row(source, slice(offset[1], offset[1] + target.shape[1])))
         return read
+
+
+def mean_row(source: Any, columns: slice) -> torch.Tensor:
+    """Return the mean of the rows of a safetensors slice [rows, h], fp64 [columns]: the initial row of a new token.
+
+    transformers' ``resize_token_embeddings`` draws new rows from a normal distribution with this mean and 1e-9 times
+    the covariance of the rows. Here they have no random part, so that they are equal in all layouts. Additions are
+    by element and in one order, so neither the columns nor the number of threads changes a bit.
+    """
+    rows = source.get_shape()[0]
+    sums = torch.zeros(min(rows, _MEAN_ROWS), columns.stop - columns.start, dtype=torch.float64)
+    for first in range(0, rows, _MEAN_ROWS):
+        block = source[first : min(first + _MEAN_ROWS, rows), columns]
+        sums[: len(block)] += block
+    while len(sums) > 1:
+        half = len(sums) // 2
+        sums = torch.cat([sums[:half] + sums[half : 2 * half], sums[2 * half :]])
+    return sums[0] / rows
 
 
 @contextmanager
@@ -105,14 +128,21 @@ def list_tensors(path: Path) -> dict[str, NamedTensor]:
     return tensors
 
 
-def open_hf_folder(folder: Path, model: ModelConfig) -> SafetensorsFiles:
+def open_hf_folder(folder: Path, model: ModelConfig, *, grows: bool = False) -> SafetensorsFiles:
     """Return the tensors of ``model`` in a folder. Reads headers only.
+
+    Args:
+        grows: The model has new tokens: the folder may have fewer rows, and the others are ``mean_row``.
 
     Raises:
         ConfigError: The folder has missing, additional or differently shaped tensors, or other dtypes than floats.
         CorruptFile: A file cannot be read.
     """
     tensors = all_tensors(folder)
+    if grows and EMBEDDING in tensors:
+        rows = min(tensors[EMBEDDING].shape[0], model.vocab_size)
+        stored, shapes = open_hf_folder(folder, replace(model, vocab_size=rows)), hf_shapes(model)
+        return replace(stored, tensors={n: replace(t, shape=shapes[n]) for n, t in stored.tensors.items()})
     shapes = hf_shapes(model)
     missing = [name for name in shapes if name not in tensors]
     other = [name for name, shape in shapes.items() if name in tensors and tensors[name].shape != shape]

@@ -16,7 +16,9 @@ import torch
 
 from megatron_llama.arch.adapters import layer_adapters
 from megatron_llama.arch.names import (
+    EMBEDDING,
     MAGNITUDE,
+    PEFT_PREFIX,
     Shape,
     hf_shapes,
     is_saved_module,
@@ -29,7 +31,8 @@ from megatron_llama.checkpoint.manifest import Manifest
 from megatron_llama.checkpoint.rank_files import CheckpointTensors
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles, Stored, StoredTensor
 from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig, Problem
-from megatron_llama.config.hf_config import ADAPTER_WEIGHTS, LORA_SETTINGS
+from megatron_llama.config.data_settings import NewTokens
+from megatron_llama.config.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LORA_SETTINGS, TYING, read_hf_config
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
@@ -57,6 +60,12 @@ def fingerprint(files: SafetensorsFiles) -> str:
     return digest.hexdigest()[:32]
 
 
+def adapter_rows(folder: Path) -> int:
+    """Return the rows of a PEFT adapter's embedding; 0 without an embedding. Raises CorruptFile."""
+    embedding = list_tensors(folder / ADAPTER_WEIGHTS).get(PEFT_PREFIX + EMBEDDING)
+    return 0 if embedding is None else embedding.shape[0]
+
+
 def open_adapter(folder: Path, model: ModelConfig, finetune: FinetuneConfig) -> SafetensorsFiles:
     """Return a PEFT adapter's tensors, with the names of ``trained_shapes``. Reads the header only.
 
@@ -71,6 +80,12 @@ def open_adapter(folder: Path, model: ModelConfig, finetune: FinetuneConfig) -> 
     stored = list_tensors(folder / ADAPTER_WEIGHTS)
     ours = {peft_name(name, model, finetune): name for name in shapes}
     tensors = {ours.get(name, name): tensor for name, tensor in stored.items()}
+    if model.tie_word_embeddings and EMBEDDING in shapes:
+        tensors.pop(f"{PEFT_PREFIX}lm_head.weight", None)  # PEFT writes tied embeddings twice
+        if not read_hf_config(str(folder), ADAPTER_CONFIG).get(TYING):
+            rule = f"trains {EMBEDDING} apart from the tied output head"
+            instead = f"train it with PEFT's {TYING}=True, or write model.tie_word_embeddings=false"
+            raise ConfigError([Problem("finetune.adapter", str(folder), rule, instead)])
     wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
     if wrong or tensors.keys() - shapes.keys():
         name = (wrong or sorted(tensors.keys() - shapes.keys()))[0]
@@ -100,7 +115,8 @@ def open_base(manifest: Manifest, model: ModelConfig, folder: Path | None) -> Sa
     if not where.exists():
         raise ConfigError([Problem("--base", str(where), "no such folder", instead)])
     try:
-        stored = open_hf_folder(where, model)
+        grows = bool(NewTokens.of(manifest.state.settings.get("data", {})))
+        stored = open_hf_folder(where, model, grows=grows)
     except ConfigError as error:
         raise ConfigError([replace(p, field="--base", instead=instead) for p in error.problems]) from None
     if fingerprint(stored) != manifest.state.base:
@@ -213,7 +229,7 @@ def trained_tensors(manifest: Manifest, model: ModelConfig, finetune: FinetuneCo
     return replace(manifest.stored, tensors={name: manifest.stored.tensors[name] for name in shapes})
 
 
-def adapter_config(finetune: FinetuneConfig, base: str | None) -> dict[str, Any]:
+def adapter_config(finetune: FinetuneConfig, model: ModelConfig, base: str | None) -> dict[str, Any]:
     """Return the content of adapter_config.json; omitted keys have PEFT's defaults."""
     alpha = finetune.lora_alpha
     return {
@@ -225,6 +241,7 @@ def adapter_config(finetune: FinetuneConfig, base: str | None) -> dict[str, Any]
         "lora_dropout": finetune.lora_dropout,
         **{name: getattr(finetune, name) or None for name in ("modules_to_save", "exclude_modules")},
         "layers_to_transform": finetune.layers_to_transform or None,
+        **({TYING: True} if model.tie_word_embeddings and "embed_tokens" in finetune.modules_to_save else {}),
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,

@@ -13,9 +13,10 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Annotated, Any
 
 from megatron_llama.config.hub import DATASET, resolve_hub_name
@@ -23,6 +24,7 @@ from megatron_llama.config.limits import at_least, is_weight, one_of
 from megatron_llama.config.problems import Problem, closest_match, format_value, quote_value
 from megatron_llama.config.settings import Config, DataConfig
 from megatron_llama.config.settings_table import settings_of
+from megatron_llama.system.files import read_json
 
 CSV_SUFFIXES, COLUMNAR_SUFFIXES, TABLE_SUFFIXES = (".csv",), (".parquet", ".arrow"), (".tsv",)
 RAW_DATA_SUFFIXES = (".jsonl", ".json", ".ndjson", *CSV_SUFFIXES, *COLUMNAR_SUFFIXES)
@@ -433,3 +435,126 @@ def _contradictions(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     elif len(metric.difficulty) != len(metric.max_step) + 1:
         rule = f"has {len(metric.difficulty)} difficulties and {len(metric.max_step)} max_step"
         yield rule, "write one max_step less than difficulties: the last difficulty has no end"
+
+
+# New tokens (``data.add_tokens``, ``data.add_special_tokens``). They get the ids after the tokenizer's last one, plain
+# tokens first, as in LLaMA-Factory. The model's vocabulary grows only if it has fewer rows: rows that pad the base
+# model's vocabulary are used first.
+
+TOKEN_SETTINGS = ("add_tokens", "add_special_tokens")
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens to add to a tokenizer, in the order of their ids."""
+
+    plain: tuple[str, ...] = ()
+    """Tokens of ordinary text: they also match in the text of records, and decoded text contains them."""
+    special: tuple[str, ...] = ()
+    """Control tokens, which only a chat template or a prompt writes."""
+
+    @staticmethod
+    def of(data: Mapping[str, Any] | Any) -> NewTokens:
+        """Return the new tokens of a DataConfig, ``data_prep``'s options, or stored settings or options."""
+        get = data.get if isinstance(data, Mapping) else lambda name: getattr(data, name, None)
+        return NewTokens(*(tuple(get(name) or ()) for name in TOKEN_SETTINGS))
+
+    def __len__(self) -> int:
+        return len(self.plain) + len(self.special)
+
+    def unless_in(self, file: Path) -> NewTokens:
+        """Return these tokens; none if a tokenizer.json has them, such as an exported one."""
+        try:
+            known = token_ids(read_json(file))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            return self
+        return NewTokens() if {*self.plain, *self.special} <= known.keys() else self
+
+    @property
+    def settings(self) -> dict[str, list[str]]:
+        """The settings that add these tokens, by name without ``data.``; empty ones are omitted."""
+        return {
+            name: [*tokens] for name, tokens in zip(TOKEN_SETTINGS, (self.plain, self.special), strict=True) if tokens
+        }
+
+    def grow(self, file: Path) -> bytes:
+        """Return the text of ``grow_content``, whose digest identifies the tokenizer in manifests of datasets."""
+        return json.dumps(self.grow_content(file), ensure_ascii=False, indent=2).encode()
+
+    def grow_content(self, file: Path) -> dict[str, Any]:
+        """Return the content of a tokenizer.json with the new tokens.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: It is no tokenizer.json, or tokens are empty, repeated or in it; the message lists all of them.
+        """
+        if file.suffix != ".json" or not file.exists():
+            kind = "is another kind" if file.exists() else "does not exist"
+            raise ValueError(f"only a tokenizer.json can get new tokens, and {file} {kind}")
+        content = read_json(file)
+        try:
+            known = token_ids(content)
+            problems = [*self._problems(known)]
+            added: list[Any] = content.get("added_tokens") or []
+            next_id = max(len(content["model"]["vocab"]), max((int(token["id"]) for token in added), default=-1) + 1)
+        except (LookupError, TypeError, AttributeError):
+            raise ValueError(f"{file} is not a tokenizer.json") from None
+        if next_id != max(known.values(), default=-1) + 1:  # the package tokenizers would assign used ids
+            problems.append(f"{file} has gaps between its ids")
+        if problems:
+            raise ValueError("; ".join(problems))
+        for number, token in enumerate((*self.plain, *self.special)):
+            is_special = number >= len(self.plain)
+            flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+            flags |= {"normalized": not is_special, "special": is_special}  # as of transformers' add_tokens
+            added.append({"id": next_id + number, "content": token, **flags})
+        return {**content, "added_tokens": added}
+
+    def _problems(self, known: Mapping[str, int]) -> Iterable[str]:
+        """Yield a clause for each rule that tokens violate."""
+        tokens = [*self.plain, *self.special]
+        if any(not token.strip() for token in tokens):
+            yield "a token is empty"
+        if repeated := [token for token in dict.fromkeys(tokens) if tokens.count(token) > 1]:
+            yield f"{format_value(repeated)} occur twice"
+        if existing := [f"{token} (id {known[token]})" for token in dict.fromkeys(tokens) if token in known]:
+            yield f"the tokenizer has {', '.join(existing)}"
+
+
+def token_ids(content: Any) -> dict[str, int]:
+    """Return the ids in a tokenizer.json. Raises LookupError, TypeError or AttributeError for other content."""
+    vocabulary = content["model"]["vocab"]
+    if not isinstance(vocabulary, dict):  # Unigram: pairs of token and score
+        vocabulary = {token[0]: number for number, token in enumerate(vocabulary)}
+    return {**vocabulary, **{token["content"]: int(token["id"]) for token in content.get("added_tokens") or []}}
+
+
+def fill_new_tokens(config: Any, given: set[str], assign: Callable[[str, Any], None], problems: list[Problem]) -> None:
+    """Assign ``data.tokenizer`` (default: init_from), and ``model.vocab_size`` if the new tokens need more rows.
+
+    Args:
+        config: Config before it is typed; ``assign`` sets its values.
+        given: Settings that the command line sets. A given vocabulary may be larger, such as a multiple of 64.
+    """
+    new = NewTokens.of(config.data)
+    if not new:
+        return
+    folder = config.data.tokenizer or config.init_from
+    name = f"data.{next(iter(new.settings))}"
+    if folder is None:
+        rule, instead = "needs the tokenizer that gets the tokens", "write data.tokenizer=FOLDER, or init_from=FOLDER"
+        problems.append(Problem(name, None, rule, instead))
+        return
+    assign("data.tokenizer", folder)
+    if not os.path.exists(folder):
+        return  # a rule reports it
+    file = Path(folder, "tokenizer.json") if os.path.isdir(folder) else Path(folder)
+    try:
+        size = max(token_ids(new.grow_content(file)).values()) + 1
+    except (OSError, ValueError) as error:
+        rule = f"{file} cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+        instead = "omit tokens that exist, or name the Hugging Face folder of a tokenizer without them"
+        problems.append(Problem(name, [*new.plain, *new.special], rule, instead))
+        return
+    if "model.vocab_size" not in given and config.model.vocab_size < size:
+        assign("model.vocab_size", size)

@@ -76,6 +76,8 @@ _ONLY: dict[str, Any] = {
     "quantization_config": None,
 }
 
+TYING = "ensure_weight_tying"
+"""PEFT's switch that trains tied embeddings as one weight."""
 # PEFT's names of an adapter's settings, and the names here.
 _LORA_SWITCHES = ("use_rslora", "use_dora")
 LORA_SETTINGS = {"r": "lora_rank", "target_modules": "lora_target_modules"}
@@ -91,6 +93,7 @@ _PLAIN_LORA: dict[str, tuple[Any, ...]] = {
     "bias": ("none", "all", "lora_only"),
     "layers_pattern": ("layers", ["layers"]),
     "init_lora_weights": (True, False, "gaussian"),
+    TYING: (True,),
 }
 # Keys that do not change the meaning of the tensors.
 _IRRELEVANT = (

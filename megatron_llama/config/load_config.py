@@ -36,7 +36,7 @@ from megatron_llama.config.conf_folders import (
     search_path,
     suggest_option,
 )
-from megatron_llama.config.data_settings import settle_data_settings
+from megatron_llama.config.data_settings import fill_new_tokens, settle_data_settings
 from megatron_llama.config.hf_config import fill_from_folders
 from megatron_llama.config.limits import is_weight
 from megatron_llama.config.problems import NOT_TEXT, ConfigError, Problem, duplicate_length, quote_value
@@ -94,6 +94,7 @@ def load_config(overrides: Sequence[str], conf_dir: Path, *, resumes: bool = Fal
     given = {override.key_or_group for override in values}
     settle_data_settings(config.data, given | choices.keys())
     fill_from_folders(config, given, lambda name, value: _set(config, name, value, problems), problems)
+    fill_new_tokens(config, given, lambda name, value: _set(config, name, value, problems), problems)
     settle_context(config.model, given, lambda name, value: _set(config, name, value, problems))
     typed = _typed(config, problems)
     if problems or typed is None:

@@ -230,6 +230,11 @@ class DataConfig:
     tokenizer: str | None = None
     """sentencepiece model or Hugging Face folder of the dataset's tokenizer. It is checked against the dataset, and
     used to print samples (sentencepiece). For raw data files, the tokenizer that prepares them; null: init_from."""
+    add_tokens: list[str] = field(default_factory=list)
+    """Tokens to add to the tokenizer, a tokenizer.json. Their rows of embedding and output head start as the mean of
+    the rows in init_from. docs/guides/data/finetuning.md"""
+    add_special_tokens: list[str] = field(default_factory=list)
+    """Special tokens to add after add_tokens: only a chat template writes them, and decoded text omits them."""
     cache_dir: str | None = None
     """Folder for shuffle and sample indices and for prepared raw data files. Derived: index_cache in the first
     dataset's folder; for raw data ~/.cache/megatron_llama/data."""

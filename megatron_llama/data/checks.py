@@ -14,14 +14,17 @@ from megatron_llama.config.data_settings import (
     PREFERENCE_FORMATS,
     REJECTED,
     UNPAIRED,
+    NewTokens,
     list_paths,
     stored_format,
 )
+from megatron_llama.config.problems import format_value
+from megatron_llama.config.settings import DataConfig
 from megatron_llama.corpus.indexed_format import CHUNK, MASK_DTYPE, Index, IndexedDataset, read_index
 from megatron_llama.corpus.splits import SPLITS, split_range
 from megatron_llama.system.errors import UserError
-from megatron_llama.system.files import read_json, sha256_file
-from megatron_llama.text.tokenizer import tokenizer_file, vocabulary_size
+from megatron_llama.system.files import read_json
+from megatron_llama.text.tokenizer import tokenizer_file, tokenizer_sha256, vocabulary_size
 
 _SAMPLED_BYTES = 64 << 20  # ids checked at the start of a .bin
 
@@ -33,9 +36,10 @@ def check_data(config: Config) -> list[Problem]:
         return []
     named = list_paths(data)
     tokenizer = None if data.tokenizer is None else tokenizer_file(data.tokenizer)
-    tokens = None if tokenizer is None else vocabulary_size(tokenizer)
+    new = NewTokens.of(data)
+    tokens = None if tokenizer is None else vocabulary_size(tokenizer, new)
     problems = [] if tokenizer is None else _tokenizer_problems(config, tokenizer, tokens)
-    sha256 = None if tokenizer is None or problems else sha256_file(tokenizer)
+    sha256 = None if tokenizer is None or problems else tokenizer_sha256(tokenizer, new)
     for name, prefix in named:
         try:
             dataset = IndexedDataset(prefix)
@@ -49,7 +53,7 @@ def check_data(config: Config) -> list[Problem]:
             fix = f"write model.vocab_size={size}, or prepare the data with another tokenizer"
             problems.append(Problem(name, prefix, rule, fix))
         if sha256 is not None:
-            problems += _tokenizer_mismatch(prefix, str(data.tokenizer), sha256)
+            problems += _tokenizer_mismatch(prefix, data, sha256)
         if data.kind == "sft":
             problems += _example_problems(config, name, prefix, dataset.index)
     return problems
@@ -113,20 +117,23 @@ def _tokenizer_problems(config: Config, file: Path, tokens: int | None) -> list[
     return []
 
 
-def _tokenizer_mismatch(prefix: str, tokenizer: str, sha256: str) -> list[Problem]:
+def _tokenizer_mismatch(prefix: str, data: DataConfig, sha256: str) -> list[Problem]:
     """Return a problem if the dataset's manifest has another tokenizer. Datasets of other programs have no manifest."""
     manifest = Path(prefix + ".json")
     if not manifest.exists():
         return []
     try:
-        expected = read_json(manifest).get("tokenizer_sha256")
+        content = read_json(manifest)
+        expected, tokens = content.get("tokenizer_sha256"), NewTokens.of(content.get("options") or {})
     except (OSError, ValueError, AttributeError) as error:
         rule = f"its manifest {manifest} cannot be read: {error}"
         return [Problem("data.prefixes", prefix, rule, "prepare the dataset again")]
     if expected and expected != sha256:
         rule = f"is not the tokenizer of {prefix}: the sha256 differ"
+        if tokens != NewTokens.of(data):
+            rule += f", and the dataset has the new tokens {format_value([*tokens.plain, *tokens.special])}"
         fix = "name the tokenizer of the dataset, or prepare the data with this tokenizer"
-        return [Problem("data.tokenizer", tokenizer, rule, fix)]
+        return [Problem("data.tokenizer", data.tokenizer, rule, fix)]
     return []
 
 

@@ -6,6 +6,7 @@ encoders is here too.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -16,11 +17,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_llama.config.data_settings import NewTokens, token_ids
 from megatron_llama.config.hub import download_hint
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json, read_whole, sha256_file
 from megatron_llama.system.installed import pip_install
 
+NO_TOKENS = NewTokens()
 SETTINGS, FAST_JSON, SENTENCEPIECE_MODEL = "tokenizer_config.json", "tokenizer.json", "tokenizer.model"
 
 
@@ -61,6 +64,8 @@ class TextTokenizer(ABC):
     """Whether prompts begin with ``bos``."""
     size: int
     """Vocabulary size: all ids are smaller."""
+    new_tokens = NO_TOKENS
+    """Tokens that ``file`` lacks."""
 
     @abstractmethod
     def encode_text(self, text: str) -> list[int]:
@@ -72,8 +77,8 @@ class TextTokenizer(ABC):
 
     @cached_property
     def sha256(self) -> str:
-        """sha256 of ``file``, hexadecimal."""
-        return sha256_file(self.file)
+        """sha256 of ``file`` with ``new_tokens``, hexadecimal."""
+        return tokenizer_sha256(self.file, self.new_tokens)
 
 
 class Tokenizer(TextTokenizer):
@@ -188,10 +193,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
     library, package = "huggingface", "tokenizers"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, new_tokens: NewTokens = NO_TOKENS) -> None:
         """Raises TokenizerError."""
-        self.path, self.file = path, path / FAST_JSON if path.is_dir() else path
-        self._tokenizer = read_tokenizer_json(self.file)
+        self.path, self.file, self.new_tokens = path, tokenizer_file(path), new_tokens
+        self._tokenizer = read_tokenizer_json(self.file, new_tokens)
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.control_tokens = [token.content for token in added if token.special]
         self.added_tokens = [token.content for token in added if token.content.strip()]
@@ -240,7 +245,7 @@ class HuggingFaceTokenizer(Tokenizer):
         """The tokenizer without its post-processor, which would trim spaces off the spans of tokens."""
         from tokenizers import processors
 
-        tokenizer = read_tokenizer_json(self.file)
+        tokenizer = read_tokenizer_json(self.file, self.new_tokens)
         tokenizer.post_processor = processors.Sequence([])
         return tokenizer
 
@@ -259,21 +264,21 @@ class HuggingFaceTokenizer(Tokenizer):
         return None
 
 
-def open_tokenizer(path: Path) -> Tokenizer:
-    """Open the tokenizer in a file, or in a folder (tokenizer.json, else tokenizer.model).
+def open_tokenizer(path: Path, new_tokens: NewTokens = NO_TOKENS) -> Tokenizer:
+    """Open the tokenizer in a file, or in a folder (tokenizer.json, else tokenizer.model), and add ``new_tokens``.
 
     A sentencepiece model adds BOS by ``add_bos_token`` of the tokenizer_config.json in its folder, true by default. A
     folder without that file (Llama's original release) adds BOS; a model file without it does not.
 
     Raises:
-        TokenizerError: The tokenizer is missing or invalid.
+        TokenizerError: The tokenizer is missing or invalid, or cannot get the tokens.
     """
     file = tokenizer_file(path)
     if not file.is_file():
         missing = f"has neither {FAST_JSON} nor {SENTENCEPIECE_MODEL}" if path.is_dir() else "does not exist"
         raise TokenizerError(path, missing + download_hint(str(path)))
-    if file.suffix == ".json":
-        return HuggingFaceTokenizer(path)
+    if file.suffix == ".json" or new_tokens:
+        return HuggingFaceTokenizer(path, new_tokens)
     settings = read_settings(file.parent / SETTINGS)
     adds_bos = path.is_dir() if settings is None else bool(settings.get("add_bos_token", True))
     return SentencePieceTokenizer(file, adds_bos=adds_bos, folder=path if path.is_dir() else None)
@@ -287,16 +292,13 @@ def tokenizer_file(path: str | Path) -> Path:
     return folder / (FAST_JSON if (folder / FAST_JSON).is_file() else SENTENCEPIECE_MODEL)
 
 
-def vocabulary_size(path: str | Path) -> int | None:
+def vocabulary_size(path: str | Path, new_tokens: NewTokens = NO_TOKENS) -> int | None:
     """Return the highest id of a tokenizer plus 1; None if it cannot be read. Does not import ``tokenizers``."""
     file = tokenizer_file(path)
     try:
         if file.suffix != ".json":
             return int(read_sentencepiece(file).vocab_size())
-        content = read_json(file)
-        vocabulary = content["model"]["vocab"]
-        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        return max([*ids, *(token["id"] for token in content.get("added_tokens") or [])]) + 1
+        return max(token_ids(read_json(file)).values()) + 1 + len(new_tokens)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
@@ -327,14 +329,26 @@ def read_model(file: Path) -> Any:
         raise TokenizerError(file, f"is not a sentencepiece model: {error}") from None
 
 
-def read_tokenizer_json(file: Path) -> Any:
-    """Read a tokenizer.json as a ``tokenizers.Tokenizer`` without truncation and padding. Raises TokenizerError."""
+def tokenizer_sha256(file: Path, new_tokens: NewTokens) -> str:
+    """Return the sha256 of a tokenizer's file with new tokens, hexadecimal. Raises ValueError as ``NewTokens.grow``."""
+    return hashlib.sha256(new_tokens.grow(file)).hexdigest() if new_tokens else sha256_file(file)
+
+
+def read_tokenizer_json(file: Path, new_tokens: NewTokens = NO_TOKENS) -> Any:
+    """Read a tokenizer.json as a ``tokenizers.Tokenizer`` without truncation and padding, and add ``new_tokens``.
+
+    Raises TokenizerError.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive the fork of workers and ranks
     tokenizers = import_package("tokenizers", file)
     try:
-        tokenizer = tokenizers.Tokenizer.from_str(read_whole(file).decode())
+        content = new_tokens.grow(file) if new_tokens else read_whole(file)
     except OSError as error:
         raise TokenizerError(file, f"can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise TokenizerError(file, f"cannot get new tokens: {error}") from None
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises a bare Exception
         raise TokenizerError(file, f"is not a tokenizer.json: {error}") from None
     tokenizer.no_truncation()

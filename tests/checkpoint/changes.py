@@ -104,6 +104,8 @@ CHANGES: dict[str, Change] = {
     "data.split": Change("70,30,0"),
     **of("data", "seq_length=16 tokenizer=tokenizer.model cache_dir=/elsewhere"),
     "data.prepare": Change("make it"),
+    "data.add_tokens": Change(["<x>"], also={"data.tokenizer": "tokenizer.model"}),
+    "data.add_special_tokens": Change(["<x>"], also={"data.tokenizer": "tokenizer.model"}),
     **of("trainer.random_ltd", "min_value=32 max_value=16 require_steps=7 seq_per_step=8 layers=[1]", DROPPING),
     **of("trainer", "tp=2 pp=2 cp=2", world=2),
     "trainer.cp_comm": Change("ulysses", {"trainer.cp": 2}, world=2),

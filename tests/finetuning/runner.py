@@ -15,6 +15,7 @@ from megatron_llama.data.batches import Data
 from megatron_llama.optim import build_optimizer
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.train.reference import add_reference
+from tests.checkpoint.runner import resumed
 from tests.model.llamas import hf_config, whole_batch
 from tests.oracle import (
     SHAPE,
@@ -150,6 +151,7 @@ def their_lora(base: Any, plan: Plan) -> Any:
         alpha_pattern=finetune.alpha_pattern,
         bias=finetune.bias,
         modules_to_save=finetune.modules_to_save or None,
+        ensure_weight_tying=plan.model.tie_word_embeddings and "embed_tokens" in finetune.modules_to_save,
         task_type="CAUSAL_LM",
     )
     return peft.get_peft_model(base, config)
@@ -218,6 +220,26 @@ def run_lora(rank: int, plan: Plan, base: Path, adapter: Path, steps: int) -> Tu
 
     model = peft.PeftModel.from_pretrained(their_base(base), adapter, is_trainable=True)
     return train_theirs(model, plan, steps)
+
+
+def our_logits(rank: int, plan: Plan) -> torch.Tensor:
+    """Return the logits of a resumed run on its first batch."""
+    with resumed(rank, plan) as (model, *_):
+        logits = model.logits(whole_batch(plan, 0)[0])
+        assert logits is not None
+        return logits.transpose(0, 1)
+
+
+def their_logits(rank: int, plan: Plan, base: Path, adapter: Path | None) -> tuple[torch.Tensor, Any]:
+    """Logits, and the weights once peft has merged them."""
+    import peft
+
+    model = their_base(base)
+    if adapter is not None:
+        model = peft.PeftModel.from_pretrained(model, adapter)
+    with torch.no_grad():
+        logits = model(whole_batch(plan, 0)[0]).logits
+    return logits, None if adapter is None else dict(model.merge_and_unload().state_dict())
 
 
 @dataclass

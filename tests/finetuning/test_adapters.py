@@ -18,11 +18,19 @@ from megatron_llama.config import ConfigError
 from megatron_llama.config.hf_config import ADAPTER_WEIGHTS
 from megatron_llama.plan import Plan
 from scripts import export_hf
-from tests.checkpoint.runner import resumed
 from tests.finetuning import runner
-from tests.finetuning.runner import BIASES, LAYER_1, LORA, PATTERNS, World, make_plan, tune
+from tests.finetuning.runner import (
+    BIASES,
+    LAYER_1,
+    LORA,
+    PATTERNS,
+    World,
+    make_plan,
+    our_logits,
+    their_logits,
+    tune,
+)
 from tests.messages import raises_with_message
-from tests.model.llamas import whole_batch
 from tests.oracle import Tensors, distance
 from tests.ranks import RankFailed, run_ranks
 
@@ -35,25 +43,6 @@ def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     tune(2, folder, *world.lora, "trainer.tp=2", steps=3)
     return folder
-
-
-def _our_logits(rank: int, plan: Plan) -> torch.Tensor:
-    with resumed(rank, plan) as (model, *_):
-        logits = model.logits(whole_batch(plan, 0)[0])
-        assert logits is not None
-        return logits.transpose(0, 1)
-
-
-def _their_logits(rank: int, plan: Plan, base: Path, adapter: Path | None) -> tuple[torch.Tensor, Any]:
-    """Logits, and the weights once peft has merged them."""
-    import peft
-
-    model = runner.their_base(base)
-    if adapter is not None:
-        model = peft.PeftModel.from_pretrained(model, adapter)
-    with torch.no_grad():
-        logits = model(whole_batch(plan, 0)[0]).logits
-    return logits, None if adapter is None else dict(model.merge_and_unload().state_dict())
 
 
 def _save_base(rank: int, plan: Plan, folder: Path) -> None:
@@ -84,14 +73,14 @@ def test_peft_reads_and_merges_our_adapter(kind: str, world: World, trained: Pat
     made = export(find_checkpoint(trained), tmp_path / "adapter")
     merged_folder = export(find_checkpoint(trained), tmp_path / "merged", merge=True).folder
     merged = load_file(merged_folder / "model.safetensors")
-    (logits,) = run_ranks(_our_logits, 1, make_plan(1, trained, *start))
-    (their_logits, by_peft) = run_ranks(_their_logits, 1, world.plan, base, made.folder)[0]
-    assert distance(logits, their_logits) <= 1e-6
+    (logits,) = run_ranks(our_logits, 1, make_plan(1, trained, *start))
+    (of_peft, by_peft) = run_ranks(their_logits, 1, world.plan, base, made.folder)[0]
+    assert distance(logits, of_peft) <= 1e-6
     assert all(distance(merged[name], by_peft[name]) <= 1e-6 for name in merged)
-    (of_merged, _) = run_ranks(_their_logits, 1, world.plan, merged_folder, None)[0]
+    (of_merged, _) = run_ranks(their_logits, 1, world.plan, merged_folder, None)[0]
     assert distance(logits, of_merged) <= 1e-5
     (reloaded,) = run_ranks(
-        _our_logits, 1, make_plan(1, tmp_path / "new", *_model(start), *_adapter_start(made.folder, base))
+        our_logits, 1, make_plan(1, tmp_path / "new", *_model(start), *_adapter_start(made.folder, base))
     )
     assert torch.equal(reloaded, logits)
     magnitudes = [name for name in load_file(made.folder / ADAPTER_WEIGHTS) if name.endswith(".lora_magnitude_vector")]
@@ -284,8 +273,8 @@ def test_an_adapter_of_a_changed_base_is_not_exported(change: str, world: World,
     with raises_with_message(ConfigError, f"was trained with {change.partition('=')[0]}=.*add --merge"):
         export(find_checkpoint(tmp_path / "run"), tmp_path / "adapter")
     export(find_checkpoint(tmp_path / "run"), tmp_path / "merged", merge=True)
-    (ours,) = run_ranks(_our_logits, 1, changed)
-    (theirs, _) = run_ranks(_their_logits, 1, world.plan, tmp_path / "merged", None)[0]
+    (ours,) = run_ranks(our_logits, 1, changed)
+    (theirs, _) = run_ranks(their_logits, 1, world.plan, tmp_path / "merged", None)[0]
     assert distance(ours, theirs) <= 1e-5
 
 

@@ -19,6 +19,7 @@ from megatron_llama.config.data_settings import (
     RESHAPE,
     SECTION,
     TRUNCATE,
+    NewTokens,
     check_curriculum,
     datasets_named,
     derives_validation,
@@ -246,8 +247,9 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
         return
     if not exists(os.path.join(folder, "config.json")):
         if is_foreign(folder):
-            if config.finetune.method == "lora":
-                rule = "is a checkpoint of another program, and finetune.method=lora needs a Hugging Face folder"
+            if config.finetune.method == "lora" or NewTokens.of(config.data):
+                reader = "finetune.method=lora needs" if config.finetune.method == "lora" else "new tokens need"
+                rule = f"is a checkpoint of another program, and {reader} a Hugging Face folder"
                 instead = "start once with trainer.steps=0 and checkpoint.export_hf=true, and write the exported folder"
                 yield Problem("init_from", folder, rule, instead)
             return
@@ -266,6 +268,8 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
         yield Problem("init_from", folder, f"is not supported: {'; '.join(clauses)}", "write another model's folder")
         return
     different = hf_config.compare_shapes(ours, content)
+    if NewTokens.of(config.data) and ours["vocab_size"] > content.get("vocab_size", 0):
+        different.pop("vocab_size", None)
     if len(different) > 1 and config.model.name != hub.short_name(folder):
         rule = f"has another shape than model={config.model.name}: {', '.join(different)} differ"
         yield Problem(

@@ -16,6 +16,7 @@ from megatron_llama.arch.adapters import (
     module_names,
 )
 from megatron_llama.arch.shapes import FUSED, Matrix, has_bias, matrices
+from megatron_llama.config.data_settings import NewTokens
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, QUANTIZED_BITS, STATE_BLOCK
 from megatron_llama.config.problems import Problem, format_value, quote_value
 from megatron_llama.config.settings import Config, FinetuneConfig
@@ -142,15 +143,24 @@ def biases_are_whole(config: Config, world_size: int) -> Iterator[Problem]:
 
 
 @reads("finetune.modules_to_save", "model.tie_word_embeddings")
-def tied_embeddings_stay_tied(config: Config, world_size: int) -> Iterator[Problem]:
-    """LoRA does not train tied embeddings in full: PEFT's files would untie embedding and output head."""
-    tables = [name for name in config.finetune.modules_to_save if name in ("embed_tokens", "lm_head")]
-    other = "output head" if tables[:1] == ["embed_tokens"] else "embedding"
-    if config.finetune.method == "lora" and config.model.tie_word_embeddings and tables:
-        rule = f"{tables[0]} is tied to the {other}, which PEFT's file format cannot express"
-        others = [name for name in config.finetune.modules_to_save if name not in tables]
-        instead = f"write finetune.modules_to_save={format_value(others)}, or finetune.method=full"
-        yield Problem("finetune.modules_to_save", config.finetune.modules_to_save, rule, instead)
+def tied_embeddings_have_one_name(config: Config, world_size: int) -> Iterator[Problem]:
+    """LoRA trains tied embeddings under the name of the embedding, as PEFT with ensure_weight_tying."""
+    modules = config.finetune.modules_to_save
+    if config.finetune.method == "lora" and config.model.tie_word_embeddings and "lm_head" in modules:
+        others = [name for name in modules if name not in ("embed_tokens", "lm_head")]
+        instead = f"write finetune.modules_to_save={format_value(['embed_tokens', *others])}, which trains both"
+        yield Problem("finetune.modules_to_save", modules, "lm_head is tied to the embedding", instead)
+
+
+@reads("finetune.modules_to_save", "data.add_tokens", "data.add_special_tokens", "model.tie_word_embeddings")
+def lora_trains_new_tokens(config: Config, world_size: int) -> Iterator[Problem]:
+    """LoRA trains the rows of new tokens, which otherwise stay equal."""
+    modules, new = config.finetune.modules_to_save, NewTokens.of(config.data)
+    tables = ["embed_tokens"] if config.model.tie_word_embeddings else ["embed_tokens", "lm_head"]
+    if config.finetune.method == "lora" and new and not {*tables} <= {*modules}:
+        rule = f"must have {' and '.join(tables)}: LoRA freezes the rows of new tokens otherwise"
+        instead = f"write finetune.modules_to_save={format_value(list(dict.fromkeys([*tables, *modules])))}"
+        yield Problem("finetune.modules_to_save", modules, rule, instead)
 
 
 # Rules on quantized weights and 8-bit states, in blocks of a row.

@@ -105,7 +105,8 @@ def units(plan: Plan, layers: int, is_first: bool, is_last: bool) -> Iterator[Un
 
 def is_trained(plan: Plan, module: str) -> bool:
     """Whether a weight of the model has a gradient, that is, LoRA does not freeze it."""
-    return plan.config.finetune.method != "lora" or module.endswith(tuple(plan.config.finetune.modules_to_save))
+    finetune = plan.config.finetune
+    return finetune.method != "lora" or saves_module(module, plan.model, finetune)
 
 
 def gathered_bytes(plan: Plan, parameter: Parameter, ranks: int) -> int:

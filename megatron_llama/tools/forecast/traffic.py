@@ -533,7 +533,7 @@ def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> 
             values += layers * held(rows, (0 if name == "k_norm" else rows - key_rows(plan), rows)) * columns
         key = TrafficKey("tp", "all_reduce", copies)
         yield Operation("gradients of shared kv heads", key, int(values > 0), values * width)
-    if model.tie_word_embeddings and plan.config.trainer.pp > 1 and plan.config.finetune.method != "lora":
+    if model.tie_word_embeddings and plan.config.trainer.pp > 1 and is_trained(plan, "lm_head"):
         vocabulary_rows = plan.padded_vocab_size // t
         payload = held(vocabulary_rows, (0, vocabulary_rows)) * h * width
         apart = (plan.config.trainer.pp - 1) * plan.grid.stride("pp")

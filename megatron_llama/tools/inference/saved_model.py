@@ -15,6 +15,7 @@ from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.lora_adapter import (
     MergedTensors,
     TrainedAdapter,
+    adapter_rows,
     finetune_of,
     open_adapter,
     open_base,
@@ -23,6 +24,7 @@ from megatron_llama.checkpoint.lora_adapter import (
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, read_json
 from megatron_llama.config import Config, ConfigError, FinetuneConfig, ModelConfig, Problem
+from megatron_llama.config.data_settings import NewTokens
 from megatron_llama.config.hf_config import (
     ADAPTER_CONFIG,
     fill_from_adapter,
@@ -36,7 +38,15 @@ from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.rule import check_rules
 from megatron_llama.text.chat_template import TrainedTemplate, trained_template
-from megatron_llama.text.tokenizer import FAST_JSON, SENTENCEPIECE_MODEL, Tokenizer, TokenizerError, open_tokenizer
+from megatron_llama.text.tokenizer import (
+    FAST_JSON,
+    NO_TOKENS,
+    SENTENCEPIECE_MODEL,
+    Tokenizer,
+    TokenizerError,
+    open_tokenizer,
+    tokenizer_file,
+)
 
 ARGUMENT = "CHECKPOINT"
 
@@ -60,6 +70,8 @@ class SavedModel:
     """Tokens per sequence in training; a default for Hugging Face models."""
     trained_template: TrainedTemplate | None = None
     """Chat template of a fine-tuning run."""
+    new_tokens: NewTokens = NO_TOKENS
+    """Tokens that the run added to ``tokenizer``."""
 
 
 def open_saved_model(path: Path, base: Path | None = None) -> SavedModel:
@@ -108,6 +120,7 @@ def open_saved_model(path: Path, base: Path | None = None) -> SavedModel:
         _settings_in(Path(origin) / GENERATION) if origin else {},
         int(settings.get("data", {}).get("seq_length", 0)) or model.max_position_embeddings,
         trained_template(settings),
+        NewTokens.of(settings.get("data", {})),
     )
 
 
@@ -138,6 +151,9 @@ def _open_adapter(folder: Path, base: Path | None) -> SavedModel:
         base = Path(named)
     with restated(lambda problem: replace(problem, field="--base")):
         whole = open_hf_model(base)
+        if (rows := adapter_rows(folder)) > whole.model.vocab_size:  # of new tokens
+            model = replace(whole.model, vocab_size=rows)
+            whole = replace(whole, model=model, stored=open_hf_folder(base, model, grows=True))
     merged = MergedTensors.of(whole.stored, _adapter_of(folder, finetune, whole.model))
     whole = replace(whole, folder=folder, stored=merged)
     if not has_tokenizer(folder):
@@ -253,7 +269,7 @@ def tokenizer_of(saved: SavedModel, given: Path | None = None) -> Tokenizer:
         rule = "the model's tokenizer is unknown, or its path of training no longer exists"
         raise ConfigError([Problem("--tokenizer", None, rule, instead)])
     try:
-        tokenizer = open_tokenizer(path)
+        tokenizer = open_tokenizer(path, saved.new_tokens.unless_in(tokenizer_file(path)))
     except TokenizerError as error:
         raise ConfigError([Problem("--tokenizer", str(path), error.rule, instead)]) from None
     if tokenizer.size > saved.model.vocab_size:

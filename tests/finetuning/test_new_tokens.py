@@ -1,0 +1,272 @@
+"""New tokens: rows that start as the mean, in each layout; the same ids from preparation to export; peft's adapters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import megatron_llama.train.run_rank  # noqa: F401  imported before the fork
+from data_prep import sft
+from data_prep.lib.sets import ExampleOptions, build_chat_format
+from megatron_llama.checkpoint.export import export
+from megatron_llama.checkpoint.folder import find_checkpoint
+from megatron_llama.cli import main
+from megatron_llama.config import ConfigError, load_config
+from megatron_llama.data.checks import check_data
+from megatron_llama.system.errors import UserError
+from megatron_llama.system.files import sha256_file
+from megatron_llama.tools.inference.saved_model import open_saved_model, tokenizer_of
+from tests.checkpoint.runner import QUIET
+from tests.finetuning import runner
+from tests.finetuning.runner import (
+    LORA,
+    MICRO_1,
+    Tuned,
+    World,
+    assert_near,
+    make_plan,
+    our_logits,
+    their_logits,
+    tune,
+)
+from tests.messages import raises_with_message
+from tests.oracle import distance
+from tests.paths import CONF
+from tests.processes import Launcher
+from tests.ranks import RankFailed, run_ranks
+from tests.rows import rows
+from tests.tools.inference.commands import CPU, command, generate
+from tests.tools.inference.models import make_folder, train_sentencepiece, write_tokenizer
+
+TOKENS = ["<think>", "</think>", "<|call|>"]
+PLAIN, SPECIAL = 'data.add_tokens=["<think>","</think>"]', 'data.add_special_tokens=["<|call|>"]'
+NEW = (PLAIN, SPECIAL)
+OLD, ROWS = 64, 67
+EPS = "optim.eps=1e-6"  # at 1e-8 a weight whose gradient is about as small would be moved by the rounding of sums
+GROWN = (*NEW, f"model.vocab_size={ROWS}", EPS)
+TABLES = {False: ["model.embed_tokens.weight", "lm_head.weight"], True: ["model.embed_tokens.weight"]}
+TIED = "model.tie_word_embeddings=true"
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def tied(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture(scope="module")
+def bases(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[Path, Path]]:
+    """By whether embeddings are tied: a base model with a tokenizer, and the same model that transformers resized."""
+    folder = tmp_path_factory.mktemp("new_tokens")
+    made = {}
+    for tied in (False, True):
+        base, grown = folder / f"base_{tied}", folder / f"grown_{tied}"
+        plan = make_plan(1, folder, *([TIED] if tied else []))
+        run_ranks(_save_bases, 1, plan, base, grown)
+        made[tied] = base, grown
+    return made
+
+
+def _save_bases(rank: int, plan: Any, base: Path, grown: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    runner.save_base(plan, base)
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(OLD)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(base / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w1"}
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    model = runner.their_base(base)
+    before = {name: tensor.double().mean(0) for name, tensor in model.state_dict().items()}
+    model.resize_token_embeddings(ROWS, mean_resizing=True)
+    for name in TABLES[plan.model.tie_word_embeddings]:
+        table, mean = model.state_dict()[name], before[name].float()
+        assert all(distance(row, mean) <= 1e-3 for row in table[OLD:]), "a normal distribution of small variance"
+        table[OLD:] = mean
+    model.save_pretrained(grown)
+
+
+LAYOUTS = {
+    "one process": (1, []),
+    "tp2, padded": (2, ["trainer.tp=2"]),
+    "pp2": (2, ["trainer.pp=2"]),
+    "zero 3": (2, ["trainer.zero=3", MICRO_1]),
+    "cp2": (2, ["trainer.cp=2"]),
+    "tp2·pp2, zero 3": (8, ["trainer.tp=2", "trainer.pp=2", "trainer.zero=3", MICRO_1]),
+}
+QUICK = {"tp2, padded", "pp2", "zero 3", "cp2"}
+
+
+@pytest.fixture(scope="module")
+def theirs(bases: dict[bool, tuple[Path, Path]], tied: bool) -> Tuned:
+    """Full fine-tuning of the grown model by transformers."""
+    plan = make_plan(1, bases[tied][1] / "run", f"model.vocab_size={ROWS}", EPS, *([TIED] if tied else []))
+    return run_ranks(runner.run_full, 1, plan, bases[tied][1], 3)[0]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), QUICK))
+def test_training_equals_a_resized_model(
+    ranks: int, layout: list[str], bases: dict[bool, tuple[Path, Path]], tied: bool, theirs: Tuned, tmp_path: Path
+) -> None:
+    """New rows start as the mean, bit-identical in all layouts; losses and weights are transformers', with a resume."""
+    base, grown = bases[tied]
+    start = ["finetune=full", f"init_from={base}", *GROWN, *([TIED] if tied else []), *layout]
+    initial, expected = tune(ranks, tmp_path / "start", *start, steps=0).trained, load_file(grown / "model.safetensors")
+    assert initial.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in initial.items())
+    tune(ranks, tmp_path / "run", *start, steps=1)
+    resumed = tune(ranks, tmp_path / "run", *start, steps=3)
+    theirs = Tuned(theirs.losses[1:], theirs.norms[1:], trained=theirs.trained)
+    assert_near(resumed, theirs)
+
+
+ADAPTED = {
+    "one process": (1, []),
+    "tp2, padded": (2, ["trainer.tp=2"]),
+    "pp2": (2, ["trainer.pp=2"]),
+    "zero 3": (2, ["trainer.zero=3", MICRO_1]),
+}
+
+
+@pytest.mark.parametrize(("ranks", "layout"), rows(ADAPTED.items(), {"tp2, padded", "pp2"}))
+def test_adapters_with_new_tokens_are_exchanged_with_peft(
+    ranks: int, layout: list[str], bases: dict[bool, tuple[Path, Path]], tied: bool, tmp_path: Path
+) -> None:
+    """peft's adapter with grown modules_to_save trains as in peft; peft reads ours, which starts a run again."""
+    import peft
+
+    (base, grown), adapter = bases[tied], tmp_path / "adapter"
+    modules = "finetune.modules_to_save=[embed_tokens]" if tied else "finetune.modules_to_save=[embed_tokens,lm_head]"
+    model = [f"init_from={base}", *GROWN, *([TIED] if tied else [])]
+    plan = make_plan(1, tmp_path, *LORA, modules, *model)
+    run_ranks(_save_adapter, 1, plan, grown, adapter)
+    theirs = run_ranks(runner.run_lora, 1, plan, grown, adapter, 3)[0]
+    chosen = ["finetune=lora", f"finetune.adapter={adapter}", *model]
+    assert_near(tune(ranks, tmp_path / "run", *chosen, *layout, steps=3), theirs)
+    made = export(find_checkpoint(tmp_path / "run"), tmp_path / "ours")
+    merged = export(find_checkpoint(tmp_path / "run"), tmp_path / "merged", merge=True).folder
+    assert (made.folder / "tokenizer.json").exists() and made.tokenizer
+    (logits,) = run_ranks(our_logits, 1, make_plan(1, tmp_path / "run", *chosen))
+    of_peft, by_peft = run_ranks(their_logits, 1, plan, grown, made.folder)[0]
+    assert distance(logits, of_peft) <= 1e-6
+    ours = load_file(merged / "model.safetensors")
+    assert all(distance(ours[name], by_peft[name]) <= 1e-6 for name in ours)
+    restart = ["finetune=lora", f"finetune.adapter={made.folder}", *model]
+    (reloaded,) = run_ranks(our_logits, 1, make_plan(1, tmp_path / "new", *restart))
+    assert torch.equal(reloaded, logits)
+    assert open_saved_model(made.folder).model.vocab_size == ROWS  # on the base, which has fewer rows
+    by_name = peft.AutoPeftModelForCausalLM.from_pretrained(made.folder)  # resizes the base by the folder's tokenizer
+    assert by_name.get_input_embeddings().weight.shape[0] == ROWS
+
+
+def _save_adapter(rank: int, plan: Any, base: Path, folder: Path) -> None:
+    runner.save_adapter(plan, base, folder)
+
+
+def test_a_tied_adapter_of_peft_must_stay_tied(bases: dict[bool, tuple[Path, Path]], tmp_path: Path) -> None:
+    plan = make_plan(1, tmp_path, *LORA, "finetune.modules_to_save=[embed_tokens]", TIED)
+    run_ranks(_save_adapter, 1, plan, bases[True][0], tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({**config, "ensure_weight_tying": False}))
+    with raises_with_message(RankFailed, r"apart from the tied output head.*ensure_weight_tying=True"):
+        tune(1, tmp_path / "run", "finetune=lora", f"finetune.adapter={tmp_path / 'adapter'}",
+             f"init_from={bases[True][0]}", TIED, steps=1)  # fmt: skip
+
+
+CHAT = {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "<think>a</think> mat"}]}
+
+
+def test_the_same_ids_from_preparation_to_export(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base, source = make_folder(tmp_path / "base"), tmp_path / "chat.jsonl"
+    source.write_text((json.dumps(CHAT) + "\n") * 8)
+    flags = ["--add-tokens", *TOKENS[:2], "--add-special-tokens", TOKENS[2]]
+    made = ["--input", source, "--tokenizer-model", base, "--seq-length", 32, "--output-prefix", tmp_path / "data/chat"]
+    assert sft.main([*map(str, made), *flags, "--workers", "1"]) == 0
+    manifest = json.loads((tmp_path / "data/chat_sft.json").read_text())
+    assert manifest["options"]["add_tokens"] == TOKENS[:2] and manifest["vocab_size"] == 293
+    start = ["data=chat", "model=from_hf", "data.seq_length=32", "finetune=full", "trainer.tp=2", "trainer.steps=2"]
+    start += ["trainer.global_batch_size=4", "checkpoint.export_hf=true", f"data.cache_dir={tmp_path / 'cache'}"]
+    jobs = {"prepared": tmp_path / "data/chat_sft", "raw": source}
+    for name, path in jobs.items():
+        _train(tmp_path / name, *start, f"init_from={base}", f"data.prefixes=[{path}]", *NEW)
+    exported = tmp_path / "prepared/hf"
+    theirs, ours = AutoTokenizer.from_pretrained(exported), tokenizer_of(open_saved_model(tmp_path / "prepared"))
+    text = "a <think>b</think><|call|>mat"
+    expected = AutoTokenizer.from_pretrained(base)
+    expected.add_tokens(TOKENS[:2])
+    expected.add_tokens(TOKENS[2:], special_tokens=True)
+    assert theirs(text).input_ids == expected(text).input_ids == ours.encode(text) and len(theirs) == 293
+    assert theirs.decode([290, 291, 292], skip_special_tokens=True) == "<think></think>" == ours.decode([290, 291, 292])
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    assert model.config.vocab_size == 293 == len(model.get_input_embeddings().weight)
+    assert sha256_file(exported / "tokenizer.json") == manifest["tokenizer_sha256"]
+    written = [tmp_path / name / "hf/model.safetensors" for name in jobs]
+    assert sha256_file(written[0]) == sha256_file(written[1]), "raw data files get the same ids"
+    run = (tmp_path / "prepared",)
+    folders = [run, (exported,), (*run, "--tokenizer", base), (*run, "--tokenizer", exported)]
+    prompt = (*CPU, "--prompt", text, "--greedy", "--max-new-tokens", 4)
+    answers = [command(generate, *arguments, *prompt) for arguments in folders]
+    assert answers[0].status == 0, answers[0].err
+    assert len({answer.out for answer in answers}) == 1, answers
+    _train(tmp_path / "next", *start, f"init_from={exported}", f"data.prefixes=[{jobs['prepared']}]")
+
+
+def _train(folder: Path, *overrides: str) -> None:
+    """Run ``python train.py`` in a forked process."""
+    job = Launcher(lambda: main([*QUIET, f"run.dir={folder}", *overrides]), folder.parent, folder.name + ".out")
+    assert job.wait() == 0, job.out.read_text()
+
+
+# Settings, and a part of the message. ``BASE`` is a folder with a tokenizer, ``SPM`` a sentencepiece model.
+BAD = {
+    "empty, repeated and existing": (
+        ["data.tokenizer=BASE", 'data.add_tokens=["<|end|>","cat"," ","x"]', 'data.add_special_tokens=["x"]'],
+        r"data.add_tokens = .* rule a token is empty; \\[x\] occur twice; the tokenizer has <\|end\|> \(id 0\), cat",
+    ),
+    "no tokenizer": (
+        ['data.add_special_tokens=["x"]'],
+        r"data.add_special_tokens.*data.tokenizer=FOLDER",
+    ),
+    "sentencepiece": (["data.tokenizer=SPM", 'data.add_tokens=["x"]'], r"only a tokenizer.json can .* is another kind"),
+    "no file": (["data.tokenizer=EMPTY", 'data.add_tokens=["x"]'], r"only a tokenizer.json can .* does not exist"),
+    "other tokens": (["data.tokenizer=BASE", PLAIN, "data=DATA"], r"the dataset has the new tokens \[<\|call\|>\]"),
+    "too small": (["data.tokenizer=BASE", *NEW, "data=DATA", "model.vocab_size=292"], r"has 293 tokens"),
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Paths by their names in ``BAD``."""
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "empty").mkdir()
+    write_tokenizer(folder / "base", template=True)
+    (folder / "chat.jsonl").write_text(json.dumps(CHAT) + "\n")
+    made = ["--input", folder / "chat.jsonl", "--tokenizer-model", folder / "base", "--seq-length", 32]
+    made += ["--output-prefix", folder / "chat", "--workers", 1, "--add-special-tokens", TOKENS[2]]
+    assert sft.main([*map(str, made)]) == 0
+    spm = train_sentencepiece(folder / "spm")
+    data = f"data=chat data.prefixes=[{folder / 'chat_sft'}] data.seq_length=32"
+    return {"BASE": str(folder / "base"), "EMPTY": str(folder / "empty"), "SPM": str(spm), "DATA": data}
+
+
+@pytest.mark.parametrize(("settings", "message"), rows(BAD.items(), BAD))
+def test_bad_tokens(settings: list[str], message: str, places: dict[str, str]) -> None:
+    overrides = ["data=mock"]
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        overrides += [f"{name}={places.get(value, value)}"] if value != "DATA" else places["DATA"].split()
+    with raises_with_message(ConfigError, message):
+        config = load_config(overrides, CONF)
+        if problems := check_data(config):
+            raise ConfigError(problems)
+
+
+def test_preparation_rejects_bad_tokens(places: dict[str, str]) -> None:
+    with raises_with_message(UserError, r"tokenizer.json cannot get new tokens: the tokenizer has <\|end\|> \(id 0\)"):
+        build_chat_format(ExampleOptions(places["BASE"], 32, add_tokens=["<|end|>"]), [])
