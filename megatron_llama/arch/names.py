@@ -23,6 +23,7 @@ from megatron_llama.arch.shapes import (
     matrices,
     qk_norm,
     qk_norm_shapes,
+    saves_module,
     trains_bias,
 )
 from megatron_llama.config import FinetuneConfig, ModelConfig

@@ -20,6 +20,7 @@ from megatron_llama.arch.shapes import (
     matrices,
     norms_branches,
     qk_norm_shapes,
+    saves_module,
     stacked_adapters,
     trains_bias,
 )
