@@ -40,8 +40,7 @@ from tests.paths import CONF
 from tests.processes import Launcher
 from tests.ranks import RankFailed, run_ranks
 from tests.rows import rows
-from tests.tools.inference.commands import CPU, command, generate
-from tests.tools.inference.models import make_folder, train_sentencepiece, write_tokenizer
+from tests.tools.inference.models import CPU, command, generate, make_folder, train_sentencepiece, write_tokenizer
 
 TOKENS = ["<think>", "</think>", "<|call|>"]
 PLAIN, SPECIAL = 'data.add_tokens=["<think>","</think>"]', 'data.add_special_tokens=["<|call|>"]'
