@@ -52,6 +52,7 @@ from megatron_llama.system.files import FolderTaken, atomic_folder, check_free, 
 from megatron_llama.text.chat_template import add_stop_token, write_trained_template
 from megatron_llama.text.tokenizer import (
     FAST_JSON,
+    NO_TOKENS,
     SENTENCEPIECE_MODEL,
     TokenizerError,
     open_tokenizer,
@@ -332,7 +333,7 @@ def write_companions(manifest: Manifest, folder: Path) -> tuple[dict[str, int], 
     token_ids: dict[str, int] = {}
     if tokenizer is not None:
         new_tokens = NewTokens.of(manifest.state.settings.get("data", {}))
-        token_ids = _write_tokenizer(tokenizer, folder, new_tokens, is_run=tokenizer != base)
+        token_ids = _write_tokenizer(tokenizer, folder, tokenizer != base, new_tokens)
     if base is not None:
         one, other = tokenizer_file(tokenizer or base), tokenizer_file(base)
         if one == other or (other.is_file() and sha256_file(one) == sha256_file(other)):
@@ -356,7 +357,7 @@ def _write_base_settings(base: Path, folder: Path) -> dict[str, int]:
     return {name: content[name] for name in _TOKEN_IDS if content.get(name) is not None}
 
 
-def _write_tokenizer(source: Path, folder: Path, new_tokens: NewTokens, is_run: bool) -> dict[str, int]:
+def _write_tokenizer(source: Path, folder: Path, is_run: bool, new_tokens: NewTokens = NO_TOKENS) -> dict[str, int]:
     """Copy a tokenizer, and write the tokenizer_config.json that transformers needs. Return the token ids.
 
     Args:
