@@ -194,7 +194,11 @@ def test_commands_have_valid_settings_and_flags(page: Path) -> None:
 def check_settings(page: Path, settings: list[str], words: list[str]) -> None:
     """Compose the settings of a command with conf/ if they are complete."""
     settings = [one for one in settings if not one.startswith(TOOL_GROUPS) and not PLACEHOLDER.search(one)]
-    settings = [one for one in settings if not one.startswith(("init_from=", "model=from_hf", "data.chat_template="))]
+    settings = [
+        one
+        for one in settings
+        if not one.startswith(("init_from=", "model=from_hf", "data.chat_template=", "data.add_"))
+    ]
     if "-m" in words or "data_prep" in words[1]:
         return
     try:

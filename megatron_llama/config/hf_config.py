@@ -357,7 +357,9 @@ def fill_from_adapter(
             problems.append(Problem(name, None, rule, f"omit {name}"))
         else:
             value = _module_names(value) if theirs == "target_modules" else value
-            assign(name, sorted(value) if isinstance(value, list) else value)
+            if theirs == "modules_to_save":  # PEFT adds model.embed_tokens to a tied embed_tokens
+                value = {name.removeprefix("model.") for name in value}
+            assign(name, sorted(value) if isinstance(value, (list, set)) else value)
 
 
 _MODULE = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)|(?:.*\.)?(embed_tokens|lm_head)")
