@@ -24,8 +24,9 @@ from megatron_llama.config.settings_table import check_limits, get, put, setting
 from megatron_llama.config.stored import read_values
 from megatron_llama.corpus.splits import samples_per_epoch
 from megatron_llama.devices import NAMES, Device, device_named, find_device
-from megatron_llama.plan.derive import FINETUNING_LR, PREFERENCE_LR, PRETRAINING_LR, check_split, default_lr
+from megatron_llama.plan.derive import FINETUNING_LR, PREFERENCE_LR, PRETRAINING_LR, default_lr
 from megatron_llama.plan.plan import Plan
+from megatron_llama.plan.stage_split import check_split
 from megatron_llama.system.tables import gib
 
 CHOSEN = ("data.seq_length", "trainer.precision", "trainer.compile")

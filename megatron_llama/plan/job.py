@@ -24,9 +24,9 @@ from megatron_llama.arch.shapes import (
 from megatron_llama.config.precision import BYTES, EXCHANGE_BLOCK, STATE_BLOCK, exchanged_bytes, state_bytes_8bit
 from megatron_llama.config.settings import FinetuneConfig, ModelConfig
 from megatron_llama.devices import INDUCTOR, find_device
-from megatron_llama.plan.derive import split_evenly
 from megatron_llama.plan.matrix_work import MatrixWork
 from megatron_llama.plan.plan import SHARDS, Plan
+from megatron_llama.plan.stage_split import split_evenly
 from megatron_llama.topology import AXIS_NAMES
 
 

@@ -14,8 +14,8 @@ from megatron_llama.config.hostfile import HOST_FORMS, check_hosts
 from megatron_llama.config.problems import Problem, format_value
 from megatron_llama.config.rope import check_rope_scaling
 from megatron_llama.config.settings import Config, RopeScaling
-from megatron_llama.plan.derive import check_split, split_evenly
 from megatron_llama.plan.rules.rule import nearest_legal, reads
+from megatron_llama.plan.stage_split import check_split, split_evenly
 from megatron_llama.topology import AXES, Grid
 
 BLOCK = tuple(axis.name for axis in AXES if not axis.is_derived)

@@ -10,10 +10,10 @@ from typing import Any
 from megatron_llama.config.problems import ConfigError, format_value
 from megatron_llama.config.settings import OFFLOADED, RECOMPUTE, Config
 from megatron_llama.config.settings_table import get
-from megatron_llama.plan.derive import split_evenly
 from megatron_llama.plan.job import job_of_plan
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.resolve import change_settings
+from megatron_llama.plan.stage_split import split_evenly
 from megatron_llama.system.tables import gib
 from megatron_llama.tools.forecast.hardware import HardwareSpec, devices
 from megatron_llama.tools.forecast.step_time import load_constants, step_time

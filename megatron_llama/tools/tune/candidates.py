@@ -16,9 +16,10 @@ from megatron_llama.config.problems import format_value
 from megatron_llama.config.settings import RECOMPUTE, Config
 from megatron_llama.config.settings_table import get
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.plan.derive import derive_optimizer, split_evenly
+from megatron_llama.plan.derive import derive_optimizer
 from megatron_llama.plan.memory import SURE, stage_footprints
 from megatron_llama.plan.resolve import change_settings
+from megatron_llama.plan.stage_split import split_evenly
 from megatron_llama.tools.tune.target import Target
 from megatron_llama.topology import AXIS_NAMES, Grid
 
