@@ -14,12 +14,12 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, Any, Protocol, cast
+from typing import Any, cast
 
 from megatron_llama.plan import Plan
 from megatron_llama.system.files import DRAFT, write_atomically
@@ -29,19 +29,50 @@ Metrics = Mapping[str, Any]
 Losses = Mapping[int, float | None]
 
 
-class MetricsSink(Protocol):
-    """An output of metrics. Methods do not raise errors of disk or network."""
+class Sink:
+    """An output of metrics. A failure, e.g. of disk or network, is reported once and ends its writes, not the run."""
+
+    ERRORS: type[Exception] = OSError
+    """Failures that do not stop the run."""
+
+    def __init__(self, name: str) -> None:
+        """``name``: name in messages."""
+        self.name = name
+        self.writes = True
+        """Whether metrics are still written."""
 
     def append(self, metrics: Metrics) -> None:
         """Append the metrics of a step; ``step`` is one of them. A value may be None."""
+        if self.writes:
+            with self._reporting():
+                self._write(metrics)
 
     def close(self) -> None:
         """Flush and close."""
+        if self.writes:
+            self.writes = False
+            with self._reporting():
+                self._finish()
+
+    def _write(self, metrics: Metrics) -> None:
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        """Flush and close, after the last step."""
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except self.ERRORS as error:
+            self.writes = False
+            reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().splitlines()[0]
+            sys.stderr.write(f"{self.name}: stopped writing: {reason}\n")
 
 
 def open_sinks(
     plan: Plan, start_step: int, columns: Sequence[str], records: Sequence[Metrics], repeated: Losses
-) -> list[MetricsSink]:
+) -> list[Sink]:
     """Open the outputs of the plan's ``logging`` for a run that starts or resumes after ``start_step``.
 
     Args:
@@ -49,7 +80,7 @@ def open_sinks(
         records: Metrics of the steps up to ``start_step``.
         repeated: Losses of the later steps of an earlier start, which the run trains again.
     """
-    logging, sinks = plan.config.logging, list[MetricsSink]()
+    logging, sinks = plan.config.logging, list[Sink]()
     if logging.tensorboard:
         sinks.append(TensorBoardFile(plan.run_dir / "tensorboard", start_step))
     if logging.csv:
@@ -57,55 +88,50 @@ def open_sinks(
     if logging.prometheus is not None:
         sinks.append(PrometheusFile(Path(logging.prometheus), plan.run_dir))
     if logging.wandb != "off":
-        sinks.append(WandbRun(plan, start_step, repeated=repeated))
+        sinks.append(WandbRun(plan, start_step, repeated))
     if logging.trackio is not None:
-        sinks.append(TrackioRun(plan, logging.trackio, start_step, repeated=repeated))
+        sinks.append(TrackioRun(plan, start_step, repeated))
     if logging.mlflow is not None:
-        sinks.append(MLflowRun(plan, logging.mlflow, start_step, repeated))
+        sinks.append(MLflowRun(plan, start_step, repeated))
     return sinks
 
 
-class CsvFile:
+class CsvFile(Sink):
     """metrics.csv: one row per step; missing metrics are empty."""
 
     def __init__(self, path: Path, columns: Sequence[str], records: Sequence[Metrics]) -> None:
         """Rewrite the file with ``records``, the steps before a resume."""
-        self._path, self._columns = path, columns
-        self._file: IO[str] | None = None
-        try:
+        super().__init__(str(path))
+        self._columns = columns
+        with self._reporting():
             self._file = path.open("w", encoding="utf-8", newline="")
-        except OSError as error:
-            _report_lost(str(path), error)
-        self.append({name: name for name in columns})
-        for record in records:
+        for record in ({name: name for name in columns}, *records):
             self.append(record)
 
-    def append(self, metrics: Metrics) -> None:
-        if self._file is not None:
-            try:
-                csv.writer(self._file, lineterminator="\n").writerow(metrics.get(name) for name in self._columns)
-                self._file.flush()
-            except OSError as error:
-                self.close()
-                _report_lost(str(self._path), error)
+    def _write(self, metrics: Metrics) -> None:
+        try:
+            csv.writer(self._file, lineterminator="\n").writerow(metrics.get(name) for name in self._columns)
+            self._file.flush()
+        except OSError:
+            with suppress(OSError):
+                self._file.close()
+            raise
 
-    def close(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            with suppress(OSError):  # append has reported the error
-                file.close()
+    def _finish(self) -> None:
+        self._file.close()
 
 
-class PrometheusFile:
+class PrometheusFile(Sink):
     """Metrics of the newest step in Prometheus's text format, as gauges ``megatron_llama_NAME`` with the label ``run``.
 
     The part of a name after a slash, such as a validation set, is the label ``part``.
     """
 
     def __init__(self, path: Path, run_dir: Path) -> None:
-        self._path, self._run, self._lost = path, json.dumps(str(run_dir), ensure_ascii=False), False
+        super().__init__(str(path))
+        self._path, self._run = path, json.dumps(str(run_dir), ensure_ascii=False)
 
-    def append(self, metrics: Metrics) -> None:
+    def _write(self, metrics: Metrics) -> None:
         gauges: dict[str, list[str]] = {}
         for name, value in metrics.items():
             gauge, _, part = name.partition("/")
@@ -113,60 +139,46 @@ class PrometheusFile:
                 labels = f"run={self._run}" + (f",part={json.dumps(part, ensure_ascii=False)}" if part else "")
                 gauges.setdefault(f"megatron_llama_{gauge}", []).append(f"{{{labels}}} {float(value)!r}")
         texts = [f"# TYPE {gauge} gauge\n" + "".join(f"{gauge}{line}\n" for line in gauges[gauge]) for gauge in gauges]
-        try:
-            if not self._lost:  # a reader needs a whole file; unlike write_atomically, no step waits for the disk
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                draft = self._path.with_name(f".{self._path.name}.{os.getpid()}{DRAFT}")
-                draft.write_text("".join(texts), encoding="utf-8")
-                draft.replace(self._path)
-        except OSError as error:
-            self._lost = True
-            _report_lost(str(self._path), error)
-
-    def close(self) -> None:
-        """Leave the file with the last step."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}{DRAFT}")
+        draft.write_text("".join(texts), encoding="utf-8")
+        draft.replace(self._path)  # a reader needs a whole file; unlike write_atomically, no step waits for the disk
 
 
-class _PackageRun:
-    """A run of a package. An error, such as of the account or network, ends its writes, not the training run."""
+class _Service(Sink):
+    """A run of a package that sends or stores metrics. Its errors may be of the account, network or package."""
 
+    ERRORS = Exception
     TITLE = ""
     """Name in messages."""
 
-    def __init__(self, *settings: Any, repeated: Losses | None = None) -> None:
-        self._run: Any = None
-        self._repeated: Losses = repeated or {}
-        try:
-            self._run = self._start(*settings)
-        except Exception as error:  # account, network, or errors of the package
-            _report_lost(self.TITLE, error)
+    def __init__(self, plan: Plan, start_step: int, repeated: Losses) -> None:
+        super().__init__(self.TITLE)
+        self._repeated = repeated
+        with self._reporting():
+            self._run = self._start(plan, start_step)
 
-    def append(self, metrics: Metrics) -> None:
-        if self._run is not None:
-            try:
-                self._log({name: value for name, value in metrics.items() if value is not None})
-            except Exception as error:
-                self._run = None
-                _report_lost(self.TITLE, error)
+    def _write(self, metrics: Metrics) -> None:
+        self._log({name: value for name, value in metrics.items() if value is not None})
 
-    def close(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            try:
-                with redirect_stdout(io.StringIO()):  # packages print instructions
-                    run.finish()
-            except Exception as error:
-                _report_lost(self.TITLE, error)
+    def _finish(self) -> None:
+        with redirect_stdout(io.StringIO()):  # packages print instructions
+            self._run.finish()
 
-    def _start(self, *settings: Any) -> Any:
+    def _start(self, plan: Plan, start_step: int) -> Any:
         """Return the package's run."""
         raise NotImplementedError
 
     def _log(self, values: Metrics) -> None:
-        self._run.log(values)
+        raise NotImplementedError
+
+    def _differs(self, values: Metrics) -> bool:
+        """Return whether a step is trained again with another loss, e.g. with other settings or after a rewind."""
+        loss = values.get("reduced_train_loss")
+        return bool(self._repeated.get(values["step"], loss) != loss)
 
 
-class WandbRun(_PackageRun):
+class WandbRun(_Service):
     """A run of Weights & Biases (package wandb), offline or with an account.
 
     A resumed run continues the same run, whose id is in ``wandb/run_id``. Steps after the checkpoint from which a run
@@ -197,7 +209,7 @@ class WandbRun(_PackageRun):
         return run
 
     def _log(self, values: Metrics) -> None:
-        if _differs(values, self._repeated):
+        if self._differs(values):
             sys.stderr.write(
                 f"Weights & Biases: from step {values['step']} on, the run keeps the values of an earlier start, which "
                 "differ; without wandb/run_id in its folder, the next start begins a W&B run.\n"
@@ -206,24 +218,7 @@ class WandbRun(_PackageRun):
         self._run.log(values, step=values["step"])
 
 
-def _differs(values: Metrics, repeated: Losses) -> bool:
-    """Return whether a step is trained again with another loss, e.g. with other settings or after a rewind."""
-    loss = values.get("reduced_train_loss")
-    return bool(repeated.get(values["step"], loss) != loss)
-
-
-def write_samples(plan: Plan, samples: Sequence[str]) -> None:
-    """Write samples.json: the texts generated at the end of a run, in the order of logging.sample_prompts."""
-    path, prompts = plan.run_dir / SAMPLES_FILE, plan.config.logging.sample_prompts
-    texts = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, samples, strict=True)]
-    content = {"step": plan.config.trainer.steps, "samples": texts}
-    try:
-        write_atomically(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
-    except OSError as error:
-        sys.stderr.write(f"WARNING: {path} was not written: {error.strerror or error}.\n")
-
-
-class TrackioRun(_PackageRun):
+class TrackioRun(_Service):
     """A run of trackio, in TRACKIO_DIR (by default in Hugging Face's cache), or on TRACKIO_SPACE_ID's Space.
 
     A resumed run continues the same run. Steps that it has are written again if their loss differs. trackio's own
@@ -232,12 +227,12 @@ class TrackioRun(_PackageRun):
 
     TITLE = "trackio"
 
-    def _start(self, plan: Plan, project: str, start_step: int) -> Any:
+    def _start(self, plan: Plan, start_step: int) -> Any:
         import trackio
 
         with redirect_stdout(io.StringIO()):  # it prints instructions
             run = trackio.init(
-                project=project,
+                project=plan.config.logging.trackio,
                 name=f"{plan.run_dir.name}-{_key_of(plan)}",
                 config=asdict(plan.config),
                 resume="allow" if start_step else "never",
@@ -249,7 +244,7 @@ class TrackioRun(_PackageRun):
         return run
 
     def _log(self, values: Metrics) -> None:
-        if values["step"] < self._first_new and not _differs(values, self._repeated):
+        if values["step"] < self._first_new and not self._differs(values):
             return
         self._run.log({name: value for name, value in values.items() if name != "step"}, step=values["step"])
 
@@ -258,64 +253,61 @@ MLFLOW_CLOSE_SECONDS = 30.0
 """Longest wait for metrics that MLflow has not written at the end of the run."""
 
 
-class MLflowRun:
+class MLflowRun(_Service):
     """A run of MLflow, on MLFLOW_TRACKING_URI's server, otherwise in ``<run.dir>/mlflow.db``.
 
     A resumed run continues the same run, which a tag identifies. A thread writes: a server that does not answer makes
     MLflow retry for minutes.
     """
 
+    TITLE = "MLflow"
     TAG = "megatron_llama.run"
 
-    def __init__(self, plan: Plan, experiment: str, start_step: int, repeated: Losses) -> None:
-        self._repeated = repeated
+    def _start(self, plan: Plan, start_step: int) -> threading.Thread:
         self._waiting: SimpleQueue[Metrics | None] = SimpleQueue()
-        self._plan, self._experiment, self._start_step = plan, experiment, start_step
-        self._thread = threading.Thread(target=self._write, name="mlflow", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._send, args=(plan, start_step), name="mlflow", daemon=True)
+        thread.start()
+        return thread
 
-    def append(self, metrics: Metrics) -> None:
-        if self._thread.is_alive():
-            self._waiting.put(dict(metrics))
+    def _log(self, values: Metrics) -> None:
+        self._waiting.put(values)
 
-    def close(self) -> None:
+    def _finish(self) -> None:
         self._waiting.put(None)
-        self._thread.join(MLFLOW_CLOSE_SECONDS)
-        if self._thread.is_alive():
-            _report_lost("MLflow", TimeoutError(f"no answer in {MLFLOW_CLOSE_SECONDS:g} s"))
+        self._run.join(MLFLOW_CLOSE_SECONDS)
+        if self._run.is_alive():
+            raise TimeoutError(f"no answer in {MLFLOW_CLOSE_SECONDS:g} s")
 
-    def _write(self) -> None:
-        try:
+    def _send(self, plan: Plan, start_step: int) -> None:
+        with self._reporting():
             from mlflow import MlflowClient
             from mlflow.entities import Metric
 
-            uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self._plan.run_dir.resolve()}/mlflow.db"
+            uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{plan.run_dir.resolve()}/mlflow.db"
             client = MlflowClient(tracking_uri=uri)
-            run = self._open(client)
-            history = client.get_metric_history(run, "step") if self._start_step else []
+            run = self._open(client, plan, start_step)
+            history = client.get_metric_history(run, "step") if start_step else []
             # Steps after the checkpoint of a resume are not written twice.
             logged = max((metric.step for metric in history), default=-1)
-            while (metrics := self._waiting.get()) is not None:
-                now, step = int(1000 * time.time()), metrics["step"]
-                if step <= logged and not _differs(metrics, self._repeated):
-                    continue
-                values = [Metric(name, float(value), now, step) for name, value in metrics.items() if value is not None]
-                client.log_batch(run, metrics=values)
+            while (values := self._waiting.get()) is not None:
+                now, step = int(1000 * time.time()), values["step"]
+                if step > logged or self._differs(values):
+                    metrics = [Metric(name, float(value), now, step) for name, value in values.items()]
+                    client.log_batch(run, metrics=metrics)
             client.set_terminated(run)
-        except Exception as error:  # account, network, or errors of the package
-            _report_lost("MLflow", error)
 
-    def _open(self, client: Any) -> str:
+    def _open(self, client: Any, plan: Plan, start_step: int) -> str:
         """Return the id of the run: of the run to continue, or of a new one."""
-        key, known = _key_of(self._plan), client.get_experiment_by_name(self._experiment)
-        experiment = client.create_experiment(self._experiment) if known is None else known.experiment_id
-        if self._start_step:
+        name, key = str(plan.config.logging.mlflow), _key_of(plan)
+        known = client.get_experiment_by_name(name)
+        experiment = client.create_experiment(name) if known is None else known.experiment_id
+        if start_step:
             newest = {"order_by": ["attributes.start_time DESC"], "max_results": 1}
             for run in client.search_runs([experiment], filter_string=f"tags.`{self.TAG}` = '{key}'", **newest):
                 client.update_run(run.info.run_id, status="RUNNING")
                 return str(run.info.run_id)
-        run = client.create_run(experiment, run_name=self._plan.run_dir.name, tags={self.TAG: key})
-        client.log_dict(run.info.run_id, asdict(self._plan.config), "config.json")
+        run = client.create_run(experiment, run_name=plan.run_dir.name, tags={self.TAG: key})
+        client.log_dict(run.info.run_id, asdict(plan.config), "config.json")
         return str(run.info.run_id)
 
 
@@ -324,9 +316,15 @@ def _key_of(plan: Plan) -> str:
     return hashlib.sha256(str(plan.run_dir.resolve()).encode()).hexdigest()[:12]
 
 
-def _report_lost(name: str, error: Exception) -> None:
-    reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().splitlines()[0]
-    sys.stderr.write(f"{name}: stopped writing: {reason}\n")
+def write_samples(plan: Plan, samples: Sequence[str]) -> None:
+    """Write samples.json: the texts generated at the end of a run, in the order of logging.sample_prompts."""
+    path, prompts = plan.run_dir / SAMPLES_FILE, plan.config.logging.sample_prompts
+    texts = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, samples, strict=True)]
+    content = {"step": plan.config.trainer.steps, "samples": texts}
+    try:
+        write_atomically(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+    except OSError as error:
+        sys.stderr.write(f"WARNING: {path} was not written: {error.strerror or error}.\n")
 
 
 # TensorBoard
@@ -354,49 +352,31 @@ def tag_of(name: str) -> str | None:
     return name if name in TAGS else f"{group}/{name}" if group else None
 
 
-class TensorBoardFile:
+class TensorBoardFile(Sink):
     """TensorBoard events of a run that resumes after ``start_step``; later events are purged."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._folder, self._writer = folder, None
+        super().__init__(str(folder))
         # The writer's thread raises disk errors twice: uncaught in the thread, then in the next call.
         self._uncaught, threading.excepthook = threading.excepthook, self._handle_thread_error
-        try:
+        with self._reporting():
             purge_step = start_step + 1 if folder.exists() else None
             self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=FLUSH_SECONDS)
-        except OSError as error:
-            self._stop(error)
 
-    @property
-    def writes(self) -> bool:
-        """Whether events are still written."""
-        return self._writer is not None
-
-    def append(self, metrics: Mapping[str, Any]) -> None:
-        """Write the metrics of a step that have a value."""
+    def _write(self, metrics: Metrics) -> None:
         for name, value in metrics.items():
             tag = tag_of(name)
-            if value is not None and tag is not None and self._writer is not None:
-                try:
-                    self._writer.add_scalar(tag, value, metrics["step"])
-                except OSError as error:
-                    self._stop(error)
+            if value is not None and tag is not None:
+                self._writer.add_scalar(tag, value, metrics["step"])
 
     def close(self) -> None:
-        """Flush and close."""
-        writer, self._writer = self._writer, None
-        try:
-            if writer is not None:
-                writer.close()
-        except OSError as error:
-            self._stop(error)
+        super().close()
         threading.excepthook = self._uncaught
 
-    def _stop(self, error: OSError) -> None:
-        self._writer = None
-        sys.stderr.write(f"{self._folder}: stopped writing: {error.strerror or error}\n")
+    def _finish(self) -> None:
+        self._writer.close()
 
     def _handle_thread_error(self, uncaught: threading.ExceptHookArgs) -> None:
         if not isinstance(uncaught.exc_value, OSError):

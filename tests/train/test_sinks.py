@@ -359,7 +359,7 @@ def test_no_sink_without_its_package(tmp_path: Path, monkeypatch: Patch, capsys:
     """wandb is installed where the plan was made, but not on this rank's machine."""
     plan = plan_of(tmp_path, "logging.wandb=offline")
     monkeypatch.setitem(sys.modules, "wandb", None)
-    run = WandbRun(plan, 0)
+    run = WandbRun(plan, 0, {})
     run.append({"step": 1})
     run.close()
     assert capsys.readouterr().err.count("\n") == 1
