@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from contextlib import suppress
+from dataclasses import replace
 
 from megatron_llama.data.batches import Data, build_data
 from megatron_llama.devices import Device
@@ -12,7 +15,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.topology import Topology
 from megatron_llama.train.loop import train
-from megatron_llama.train.spike_guard import REWIND, SKIP, SpikeGuard, train_with_rewinds
+from megatron_llama.train.spike_guard import Rewind, SpikeGuard
 from megatron_llama.train.step_checks import StepGuard
 
 
@@ -39,10 +42,17 @@ def run_rank(plan: Plan) -> None:
 
 
 def train_model(plan: Plan, topology: Topology, device: Device, model: ParallelModel, data: Data) -> None:
-    """Build the optimizer and train with the guard of trainer.spike_guard."""
+    """Build the optimizer and train with the guard of trainer.spike_guard. After a rewind, train again.
+
+    Raises:
+        TrainingFault, ConfigError, SystemExit: As ``train``.
+    """
     trainer = plan.config.trainer
-    if trainer.spike_guard == REWIND:
-        return train_with_rewinds(plan, topology, device, model, data)
-    guard = SpikeGuard(trainer) if trainer.spike_guard == SKIP else StepGuard(trainer.skip_nonfinite_steps)
-    phase.enter("building the optimizer", phase.PATIENT)
-    train(plan, topology, device, model, build_optimizer(plan, model), data, guard)
+    guard = SpikeGuard(trainer) if trainer.spike_guard != "off" else StepGuard(trainer.skip_nonfinite_steps)
+    while True:
+        phase.enter("building the optimizer", phase.PATIENT)
+        with suppress(Rewind):
+            return train(plan, topology, device, model, build_optimizer(plan, model), replace(data), guard)
+        gc.collect()  # the last optimizer: its states are as large as the next one's
+        # The checkpoint of the rewind is the newest of this run, also if the run began with never or a path.
+        plan = replace(plan, config=replace(plan.config, checkpoint=replace(plan.config.checkpoint, resume="auto")))

@@ -7,7 +7,6 @@ al. 2022, arXiv:2204.02311, section 5.1): an earlier checkpoint, and other data.
 
 from __future__ import annotations
 
-import gc
 import math
 import struct
 import sys
@@ -26,23 +25,17 @@ from megatron_llama.checkpoint.folder import saved_steps
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.settings import TrainerConfig
-from megatron_llama.data.batches import Data
 from megatron_llama.data.record import Record
-from megatron_llama.devices import Device
-from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import ParallelModel, Shard
+from megatron_llama.parallel import Shard
 from megatron_llama.parallel.groups import broadcast_from_rank_0
-from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import RunPosition
 from megatron_llama.system import phase
 from megatron_llama.system.errors import TrainingFault
 from megatron_llama.system.wrapping import wrap
-from megatron_llama.topology import Topology
-from megatron_llama.train.loop import train
 from megatron_llama.train.step_checks import StepGuard
 from megatron_llama.train.stop_signals import RunStopped
 
-SKIP, REWIND = "skip", "rewind"
+REWIND = "rewind"
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -182,31 +175,6 @@ class SpikeGuard(StepGuard):
         self.counts = GuardCounts(int(stored.get("skipped_steps", 0)), int(stored.get("rewinds", 0)), ranges)
         for limit, name in zip(self._limits, ("losses", "norms"), strict=True):
             limit.values = deque(map(float, stored.get(name, ())), maxlen=limit.window)
-
-
-def train_with_rewinds(plan: Plan, topology: Topology, device: Device, model: ParallelModel, data: Data) -> None:
-    """Train, from the newest checkpoint again after each rewind of trainer.spike_guard=rewind.
-
-    Raises:
-        TrainingFault, ConfigError, SystemExit: As ``train``.
-    """
-    guard = SpikeGuard(plan.config.trainer)
-    while _rewinds(plan, topology, device, model, replace(data), guard):
-        gc.collect()  # the last optimizer: its states are as large as the next one's
-        # The checkpoint of the rewind is the newest of this run, also if the run began with never or a path.
-        plan = replace(plan, config=replace(plan.config, checkpoint=replace(plan.config.checkpoint, resume="auto")))
-
-
-def _rewinds(
-    plan: Plan, topology: Topology, device: Device, model: ParallelModel, data: Data, guard: SpikeGuard
-) -> bool:
-    """Train; return whether the run must rewind. Frees the optimizer then."""
-    phase.enter("building the optimizer", phase.PATIENT)
-    try:
-        train(plan, topology, device, model, build_optimizer(plan, model), data, guard)
-    except Rewind:
-        return True
-    return False
 
 
 def _report(text: str) -> None:
