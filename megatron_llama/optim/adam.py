@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 
 from megatron_llama.devices.kernels import AdamHyperparameters
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
-from megatron_llama.optim.low_precision import SINGLE_TENSOR, build_elementwise
+from megatron_llama.optim.low_precision import SINGLE_TENSOR, ElementwiseOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -102,7 +102,8 @@ class ElementwiseAdam(KernelAdam):
 
 def _build(inputs: OptimizerInputs, *, decoupled: bool) -> ShardOptimizer:
     if inputs.rounds:
-        return build_elementwise(inputs, partial(_update, adamw if decoupled else adam), **inputs.hyperparameters)
+        update = adamw_update if decoupled else adam_update
+        return ElementwiseOptimizer(inputs, update, **inputs.hyperparameters)
     if inputs.plan.config.trainer.exact:
         return ElementwiseAdam(inputs, decoupled=decoupled)
     if inputs.plan.storage.keeps_bf16_grads:

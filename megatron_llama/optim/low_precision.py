@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from functools import cache
 from typing import Any
 
@@ -26,8 +25,6 @@ from torch.optim.sgd import sgd
 
 from megatron_llama import devices
 from megatron_llama.arch.names import Rectangle, keep_rows
-from megatron_llama.config.optimizers import OptimizerRow
-from megatron_llama.devices.kernels import UpdateKernels
 from megatron_llama.model.init import torch_dtype
 from megatron_llama.model.noise import mix
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
@@ -48,45 +45,31 @@ _LOW_16, _EXPONENT = 0xFFFF, 0x7F800000
 class ElementwiseOptimizer(ShardOptimizer):
     """Optimizer of an elementwise ``formula``.
 
+    Rounds bf16 to nearest, or stochastically with noise from the run's seed (``Precision.stochastic``).
+
     Args:
-        row: the optimizer's row, with the names of its states.
-        rectangles: rectangles of Hugging Face tensors that each parameter consists of.
-        state_dtype: dtype of the states, except for the matrices ``in_blocks``, which have 8-bit states.
-        matrices: matrices of the blocks, which have the row's ``matrix_states``.
-        stochastic: round bf16 stochastically, with noise from ``seed``, instead of to nearest.
-        asynchronous: the host runs ahead of the device, so reading ``skip`` would be a sync.
+        hyperparameters: values of each parameter group (``lr`` and others).
     """
 
     takes_factor = True
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        row: OptimizerRow,
-        formula: Formula,
-        rectangles: Mapping[Tensor, Sequence[Rectangle]],
-        *,
-        state_dtype: torch.dtype,
-        stochastic: bool,
-        seed: int,
-        in_blocks: AbstractSet[Tensor] = frozenset(),
-        matrices: AbstractSet[Tensor] = frozenset(),
-        kernels: UpdateKernels,
-        asynchronous: bool = False,
-    ) -> None:
-        super().__init__(groups, {})
-        self.rectangles, self.stochastic, self.seed = rectangles, stochastic, seed
-        self._states, self._formula, self._kernels = row.states, formula, kernels
-        self._fused = kernels.fuse(round_with_noise) if stochastic else None
-        self.skips_on_device = asynchronous
+    def __init__(self, inputs: OptimizerInputs, formula: Formula, **hyperparameters: Any) -> None:
+        super().__init__([{**hyperparameters, **group} for group in inputs.groups], {})
+        precision, row, in_blocks = inputs.plan.precision, inputs.row, inputs.in_blocks
+        self.rectangles, self.seed = inputs.rectangles, inputs.plan.config.trainer.seed
+        self.stochastic = precision.stochastic
+        self._states, self._formula, self._kernels = row.states, formula, inputs.kernels
+        self._fused = self._kernels.fuse(round_with_noise) if self.stochastic else None
+        self.skips_on_device = inputs.asynchronous
+        state_dtype = torch_dtype(precision.optimizer_state_dtype)
         holders = {matrix.device for matrix in in_blocks}
         levels = {
             (name, at): levels_on(at, signed=name not in row.unsigned_states) for at in holders for name in row.states
         }
-        for weight in rectangles:
+        for weight in self.rectangles:
             state = self.state[weight]
             state["step"] = torch.tensor(0.0)  # on the host as in torch: reading it does not synchronize
-            for name in row.states_of(is_matrix=weight in matrices):
+            for name in row.states_of(is_matrix=weight in inputs.matrices):
                 if weight in in_blocks:
                     state[name] = BlockwiseState(weight, levels[name, weight.device], self._kernels)
                 else:
@@ -180,31 +163,6 @@ class ElementwiseOptimizer(ShardOptimizer):
         return rounded if rounded.numel() else values.to(torch.bfloat16)
 
 
-def build_elementwise(inputs: OptimizerInputs, formula: Formula, **numbers: Any) -> ElementwiseOptimizer:
-    """Build the optimizer of ``formula``, whose groups have ``numbers`` (``lr`` and others)."""
-    return ElementwiseOptimizer(
-        [{**numbers, **group} for group in inputs.groups],
-        inputs.row,
-        formula,
-        inputs.rectangles,
-        **elementwise_options(inputs),
-    )
-
-
-def elementwise_options(inputs: OptimizerInputs) -> dict[str, Any]:
-    """Return the keyword arguments of ElementwiseOptimizer that follow from the plan and the device."""
-    plan = inputs.plan
-    return {
-        "state_dtype": torch_dtype(plan.precision.optimizer_state_dtype),
-        "stochastic": plan.precision.stochastic,
-        "seed": plan.config.trainer.seed,
-        "in_blocks": inputs.in_blocks,
-        "matrices": inputs.matrices,
-        "kernels": inputs.kernels,
-        "asynchronous": inputs.asynchronous,
-    }
-
-
 def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
     """Round ``values`` (fp32) to bf16: add ``noise`` (int32, 0 to 65535, same shape) to the bits and truncate.
 
@@ -285,7 +243,7 @@ _kept_numbers = cache(_numbers)
 def build_sgd(inputs: OptimizerInputs) -> ShardOptimizer:
     """Build ``sgd``."""
     optim = inputs.plan.config.optim
-    return build_elementwise(inputs, sgd_update, lr=optim.peak_lr, momentum=optim.betas[0])
+    return ElementwiseOptimizer(inputs, sgd_update, lr=optim.peak_lr, momentum=optim.betas[0])
 
 
 def sgd_update(tensors: Sequence[Tensor], gradient: Tensor, step: Tensor, group: Group) -> None:

@@ -25,7 +25,7 @@ from megatron_llama.arch.names import Rectangle
 from megatron_llama.model.init import torch_dtype
 from megatron_llama.optim.adam import adamw_update
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
-from megatron_llama.optim.low_precision import WEIGHT, ElementwiseOptimizer, elementwise_options
+from megatron_llama.optim.low_precision import WEIGHT, ElementwiseOptimizer
 from megatron_llama.parallel.groups import current_groups
 from megatron_llama.plan.matrix_work import NEWTON_SCHULZ_STEPS, MatrixWork, heads_of
 
@@ -55,19 +55,15 @@ class Muon(ElementwiseOptimizer):
     Args:
         work: owners of the matrices, and the parts that ranks hold.
         process_group: the ranks of the pipeline stage, in the order of ``work``'s members.
-        dtype: dtype of sent and multiplied matrices.
     """
 
     def __init__(
-        self,
-        inputs: OptimizerInputs,
-        groups: Sequence[Group],
-        work: MatrixWork,
-        process_group: dist.ProcessGroup,
-        dtype: torch.dtype,
+        self, inputs: OptimizerInputs, work: MatrixWork, process_group: dist.ProcessGroup, **hyperparameters: Any
     ) -> None:
-        super().__init__(groups, inputs.row, adamw_update, inputs.rectangles, **elementwise_options(inputs))
-        self._work, self._process_group, self._dtype = work, process_group, dtype
+        super().__init__(inputs, adamw_update, **hyperparameters)
+        self._work, self._process_group = work, process_group
+        self._dtype = torch_dtype(inputs.plan.precision.compute_dtype)
+        """Dtype of sent and multiplied matrices."""
         self._model, self._optim = inputs.plan.model, inputs.plan.config.optim
         self._member = dist.get_rank(process_group)
         self._rounds = list(work.rounds)
@@ -209,8 +205,7 @@ def build_muon(inputs: OptimizerInputs) -> ShardOptimizer:
         "momentum": optim.momentum,
         "matrix_lr_ratio": optim.matrix_lr / inputs.hyperparameters["lr"],
     }
-    groups = [{**numbers, **each} for each in inputs.groups]
-    return Muon(inputs, groups, MatrixWork(plan, place["pp"]), group, torch_dtype(plan.precision.compute_dtype))
+    return Muon(inputs, MatrixWork(plan, place["pp"]), group, **numbers)
 
 
 def _lerp_momentum(tensors: Sequence[Tensor], gradient: Tensor, step: Tensor, group: Group) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 
+from megatron_llama.arch.names import Rectangle
 from megatron_llama.checkpoint import state
+from megatron_llama.config.optimizers import OPTIMIZERS
+from megatron_llama.devices.kernels import EAGER, Kernels
 from megatron_llama.optim import Optimizer, build_optimizer
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
@@ -18,6 +22,27 @@ from tests.ranks import run_ranks
 STEPS = 3
 NORM = 4.0
 """Norm by which gradients are clipped. The norm of each layout would differ in the last bit."""
+
+
+def elementwise_inputs(
+    weight: torch.nn.Parameter, name: str, rectangles: Sequence[Rectangle], *, state_dtype: torch.dtype,
+    stochastic: bool, seed: int, kernels: Kernels = EAGER, in_blocks: bool = False, **group: Any,
+) -> Any:  # fmt: skip
+    """Return the inputs of the optimizer ``name`` of one weight."""
+    dtype = str(state_dtype).removeprefix("torch.")
+    return SimpleNamespace(
+        plan=SimpleNamespace(
+            precision=SimpleNamespace(optimizer_state_dtype=dtype, stochastic=stochastic),
+            config=SimpleNamespace(trainer=SimpleNamespace(seed=seed)),
+        ),
+        row=OPTIMIZERS[name],
+        groups=[{"params": [weight], **group}],
+        rectangles={weight: rectangles},
+        in_blocks={weight} if in_blocks else set(),
+        matrices=set(),
+        kernels=kernels,
+        asynchronous=False,
+    )
 
 
 class Updated(NamedTuple):

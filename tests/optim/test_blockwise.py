@@ -12,7 +12,6 @@ from megatron_llama.arch.names import Rectangle
 from megatron_llama.checkpoint import state as contents
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
-from megatron_llama.config.optimizers import OPTIMIZERS
 from megatron_llama.config.precision import STATE_BLOCK
 from megatron_llama.devices import get_device
 from megatron_llama.devices.cpu.kernels import CpuKernels
@@ -25,6 +24,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.plan.memory import rank_memory
 from tests.checkpoint.runner import assert_same, run
 from tests.compiled import needs_compiler, prepare_rank
+from tests.optim.given import elementwise_inputs
 from tests.oracle import CPU, make_plan, rank_groups, rank_model
 from tests.ranks import run_ranks
 
@@ -148,17 +148,11 @@ def test_updates_are_torchaos(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     settings = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     kind = {"adamw": torchao.AdamW8bit, "adam": torchao.Adam8bit}[name]
     reference = kind([theirs], **settings, block_size=STATE_BLOCK)
-    ours = ElementwiseOptimizer(
-        [{"params": [local], **settings}],
-        OPTIMIZERS[name],
-        {"adamw": adamw_update, "adam": adam_update}[name],
-        {local: [Rectangle("a", (48, 128), (0, 0), (0, 0), (48, 128))]},
-        state_dtype=torch.float32,
-        stochastic=False,
-        seed=1,
-        in_blocks={local},
-        kernels=EAGER,
+    rectangles = [Rectangle("a", (48, 128), (0, 0), (0, 0), (48, 128))]
+    inputs = elementwise_inputs(
+        local, name, rectangles, state_dtype=torch.float32, stochastic=False, seed=1, in_blocks=True
     )
+    ours = ElementwiseOptimizer(inputs, {"adamw": adamw_update, "adam": adam_update}[name], **settings)
     for step in range(12):
         gradient = torch.randn(48, 128, generator=torch.Generator().manual_seed(step))
         local.grad, theirs.grad = gradient.clone(), gradient * 0.5

@@ -29,6 +29,7 @@ from megatron_llama.optim.low_precision import (
     stream,
 )
 from tests.compiled import SECONDS, needs_compiler
+from tests.optim.given import elementwise_inputs
 from tests.oracle import CPU
 from tests.ranks import run_ranks
 
@@ -54,9 +55,8 @@ def rounded(values: torch.Tensor, kind: str, step: int) -> torch.Tensor:
 
 def elementwise(name: str, weight: torch.nn.Parameter, **settings: Any) -> ElementwiseOptimizer:
     """The optimizer of one weight, which consists of PIECES."""
-    groups = [{"params": [weight], **GROUP}]
-    settings = {"seed": SEED, "kernels": EAGER, **settings}
-    return ElementwiseOptimizer(groups, OPTIMIZERS[name], FORMULAS[name], {weight: PIECES}, **settings)
+    inputs = elementwise_inputs(weight, name, PIECES, seed=SEED, **settings)
+    return ElementwiseOptimizer(inputs, FORMULAS[name], **GROUP)
 
 
 @pytest.mark.parametrize("block", [1 << 16, 330])

@@ -15,7 +15,7 @@ from megatron_llama.config.limits import one_of
 from megatron_llama.config.optimizers import OPTIMIZERS, OptimizerRow
 from megatron_llama.config.settings_table import settings_by_name
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
-from megatron_llama.optim.low_precision import build_elementwise
+from megatron_llama.optim.low_precision import ElementwiseOptimizer
 from megatron_llama.plan.memory import optimizer_bytes
 from tests.checkpoint.runner import Run, assert_same, run
 from tests.config.helpers import make, problems_of
@@ -26,7 +26,7 @@ ROW = OptimizerRow(factory="tests.optim.test_new_optimizer.build_lion", states=(
 
 def build_lion(inputs: OptimizerInputs) -> ShardOptimizer:
     """Build ``lion``."""
-    return build_elementwise(inputs, lion_update, **inputs.hyperparameters)
+    return ElementwiseOptimizer(inputs, lion_update, **inputs.hyperparameters)
 
 
 def lion_update(tensors: Sequence[Tensor], gradient: Tensor, step: Tensor, group: Group) -> None:
