@@ -221,34 +221,33 @@ class SharedMemoryGroup(dist.ProcessGroup):
         super()._set_group_name(name)  # type: ignore[arg-type]
         self._gloo._set_group_name(name)
 
-    def _channel_for(self, *tensors: Tensor) -> _Channel | None:
-        """Return the channel for the tensors, if any. Ranks must agree, so strides, which may differ, are ignored."""
+    def _shares_memory(self, *tensors: Tensor) -> bool:
+        """Open the channel at the first call; return whether it can take the tensors.
+
+        Ranks must agree, so strides, which may differ, are ignored.
+        """
         if any(tensor.device.type != "cpu" for tensor in tensors):
-            return None
+            return False
         if not self._channel_opened and 1 < self.size() <= _MOST_RANKS:
             store, timeout = self._rendezvous
             self._channel = _open_channel(store, self.rank(), self.size(), timeout)
         self._channel_opened = True
-        return self._channel
+        return self._channel is not None
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Reduce all ranks' tensors in place."""
         opts = opts or AllreduceOptions()
         combine = _combination(opts, tensors[0], self.size())
-        channel = self._channel_for(*tensors) if combine else None
-        if channel is None or combine is None:
-            work: dist.Work = self._gloo.allreduce(tensors, opts)
-            return work
+        if combine is None or not self._shares_memory(*tensors):
+            return self._gloo.allreduce(tensors, opts)  # type: ignore[no-any-return]
         for tensor in tensors:
             _all_reduce(tensor.detach(), self.group_name, combine)
         return _done(tensors)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """Gather [n] of each rank to [ranks * n]."""
-        channel = self._channel_for(output, input)
-        if channel is None:
-            work: dist.Work = self._gloo._allgather_base(output, input, opts or AllgatherOptions())
-            return work
+        if not self._shares_memory(output, input):
+            return self._gloo._allgather_base(output, input, opts or AllgatherOptions())  # type: ignore[no-any-return]
         _all_gather(output.detach(), input.detach(), self.group_name)
         return _done([output])
 
@@ -256,10 +255,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Reduce-scatter [ranks * n] to [n]."""
         opts = opts or ReduceScatterOptions()
         combine = _combination(opts, input, self.size())
-        channel = self._channel_for(output, input) if combine else None
-        if channel is None or combine is None:
-            work: dist.Work = self._gloo._reduce_scatter_base(output, input, opts)
-            return work
+        if combine is None or not self._shares_memory(output, input):
+            return self._gloo._reduce_scatter_base(output, input, opts)  # type: ignore[no-any-return]
         _reduce_scatter(output.detach(), input.detach(), self.group_name, combine)
         return _done([output])
 
