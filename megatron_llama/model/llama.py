@@ -15,7 +15,7 @@ replaces a method of a built module.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -297,7 +297,7 @@ class Llama(nn.Module):
         layers: global numbers of the chunk's layers.
         padded_vocab_size: vocabulary, padded to a multiple of tp.
         parts: of the blocks, the embedding and the head.
-        wrappers: from a layer's global number to the wrappers of its block.
+        layer_parts: from a layer's global number and ``parts`` to the parts of its block.
         is_first: the chunk has the embedding.
         is_last: the chunk has the output head.
     """
@@ -310,7 +310,7 @@ class Llama(nn.Module):
         *,
         padded_vocab_size: int,
         parts: BlockParts,
-        wrappers: Callable[[int], Sequence[Wrapper]] = lambda _: (),
+        layer_parts: Callable[[int, BlockParts], BlockParts] = lambda _, parts: parts,
         is_first: bool = True,
         is_last: bool = True,
     ) -> None:
@@ -328,7 +328,7 @@ class Llama(nn.Module):
                 reduce_scatter_embeddings=mcore.sequence_parallel,
             )
         block = PostNormBlock if norms_branches(model) else Block
-        self.layers = nn.ModuleDict({str(i): block(model, mcore, replace(parts, wrappers=wrappers(i))) for i in layers})
+        self.layers = nn.ModuleDict({str(i): block(model, mcore, layer_parts(i, parts)) for i in layers})
         if is_last:
             self.norm = parts.norm("norm", model.hidden_size, model, mcore)
             # On one stage, the head of tied embeddings uses the embedding's weight. On a later stage it has a copy.

@@ -15,8 +15,9 @@ row-parallel W, A is split by columns and B is replicated. Only x Aᵀ [s, b, ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +29,14 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer import TransformerConfig
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 
-from megatron_llama.arch.adapters import layer_adapters
+from megatron_llama.arch.adapters import LayerAdapters
 from megatron_llama.arch.names import is_lora, is_saved_module
-from megatron_llama.arch.shapes import FUSED, StackedAdapters, fused_rows, stacked_adapters
-from megatron_llama.config import FinetuneConfig
+from megatron_llama.arch.shapes import StackedAdapters, fused_rows, stacked_adapters
+from megatron_llama.config import FinetuneConfig, ModelConfig
 from megatron_llama.config.precision import QUANTIZED_BITS
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.quantized import dequantize
@@ -147,20 +149,26 @@ class LoraLinear(nn.Module):
         return reduce_from_tensor_model_parallel_region(low, group=group)
 
 
-def add_lora(chunk: Llama, finetune: FinetuneConfig, frozen_dtype: torch.dtype) -> None:
-    """Wrap the adapted linear layers of a chunk on the meta device, with uninitialized A and B, and freeze the others.
+def lora_linear(
+    base: Callable[..., Any],
+    adapters: LayerAdapters,
+    finetune: FinetuneConfig,
+    matrix: str,
+    model: ModelConfig,
+    mcore: TransformerConfig,
+) -> nn.Module:
+    """Build a layer by ``base``, with uninitialized A and B if the layer's ``adapters`` have a module of it."""
+    layer, tp = base(matrix, model, mcore), mcore.tensor_model_parallel_size
+    stack = stacked_adapters(model, adapters, matrix, tp)
+    return layer if stack is None else LoraLinear(layer, fused_rows(model, matrix, tp), stack, finetune)  # type: ignore[no-any-return]
+
+
+def freeze(chunk: Llama, finetune: FinetuneConfig, frozen_dtype: torch.dtype) -> None:
+    """Freeze a chunk on the meta device, except for LoRA, ``modules_to_save`` and biases.
 
     Args:
         frozen_dtype: dtype of frozen weights that are not quantized.
     """
-    model, tp = chunk.model, chunk.config.tensor_model_parallel_size
-    for number, block in chunk.layers.items():
-        adapters = layer_adapters(model, finetune, int(number))
-        for branch in (block.self_attn, block.mlp):
-            for matrix in (matrix for matrix in FUSED if hasattr(branch, matrix)):
-                if (stack := stacked_adapters(model, adapters, matrix, tp)) is not None:
-                    layer = LoraLinear(getattr(branch, matrix), fused_rows(model, matrix, tp), stack, finetune)
-                    setattr(branch, matrix, layer)
     for name, parameter in chunk.named_parameters():
         parameter.requires_grad_(is_lora(name) or is_saved_module(name, chunk.model, finetune))
         if not parameter.requires_grad and parameter.is_floating_point():

@@ -1,8 +1,8 @@
-"""Assembly of a rank's blocks: ``block_parts`` and ``block_wrappers`` execute the steps of plan/steps.py.
+"""Assembly of a rank's blocks: ``block_parts`` and ``layer_parts`` execute the steps of plan/steps.py.
 
 Each step is a function of a table, except tp and pp, which megatron-core's layers and schedules apply. ``PARTS``
-changes the ``BlockParts`` that constructors take, ``WRAPPERS`` returns functions around a block's methods, and
-``CHUNKS`` changes a built chunk on the meta device.
+changes the ``BlockParts`` that constructors take, ``LAYERS`` those of one layer, ``WRAPPERS`` returns functions around
+a block's methods, and ``CHUNKS`` changes a built chunk on the meta device.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from megatron_llama.arch.adapters import layer_adapters
 from megatron_llama.devices.kernels import Kernels
 from megatron_llama.model import recompute
 from megatron_llama.model.fused import fused_operators
 from megatron_llama.model.init import torch_dtype
 from megatron_llama.model.inputs import InputBuilder
 from megatron_llama.model.llama import BlockParts, Llama, Wrapper, build_norm, parallel_linear
-from megatron_llama.model.lora import add_lora
+from megatron_llama.model.lora import freeze, lora_linear
 from megatron_llama.model.loss import IN_PLACE, Head, fused_softmax
 from megatron_llama.model.mlp_chunks import run_in_chunks
 from megatron_llama.model.noise import EmbeddingNoise
@@ -74,11 +75,18 @@ def block_parts(build: Build) -> BlockParts:
     return parts
 
 
-def block_wrappers(build: Build) -> Callable[[int], list[Wrapper]]:
-    """Return the function from a layer's global number to its block's wrappers, in a new chunk."""
+def layer_parts(build: Build) -> Callable[[int, BlockParts], BlockParts]:
+    """Return the function from a layer's global number and a new chunk's parts to the parts of the layer's block."""
     build = replace(build, offload=Offload())
-    names = [name for name in applied_steps(build.plan) if name in WRAPPERS]
-    return lambda layer: [wrapper for name in names for wrapper in WRAPPERS[name](build, layer)]
+    names = applied_steps(build.plan)
+
+    def parts_of(layer: int, parts: BlockParts) -> BlockParts:
+        for name in filter(LAYERS.__contains__, names):
+            parts = LAYERS[name](build, parts, layer)
+        wrappers = [wrapper for name in names if name in WRAPPERS for wrapper in WRAPPERS[name](build, layer)]
+        return replace(parts, wrappers=wrappers)
+
+    return parts_of
 
 
 def finish_chunk(build: Build, chunk: Llama) -> None:
@@ -122,6 +130,19 @@ PARTS: dict[str, Callable[[Build, BlockParts], BlockParts]] = {
 }
 
 
+LAYERS: dict[str, Callable[[Build, BlockParts, int], BlockParts]] = {
+    "LoRA": lambda b, parts, layer: replace(
+        parts,
+        linear=partial(
+            lora_linear,
+            parts.linear,
+            layer_adapters(b.plan.model, b.plan.config.finetune, layer),
+            b.plan.config.finetune,
+        ),
+    ),
+}
+
+
 def _recompute(build: Build, layer: int) -> list[Wrapper]:
     kind, draws = build.plan.recompute(layer), build.plan.config.finetune.lora_dropout > 0
     block = Wrapper("block", partial(recompute.wrap_block, kind, draws), f"recompute {kind}")
@@ -145,6 +166,6 @@ WRAPPERS: dict[str, Callable[[Build, int], list[Wrapper]]] = {
 
 CHUNKS: dict[str, Callable[[Build, Llama], None]] = {
     "exact": lambda b, chunk: b.exact.name_totals(chunk),
-    "LoRA": lambda b, chunk: add_lora(chunk, b.plan.config.finetune, torch_dtype(b.plan.frozen_dtype)),
+    "LoRA": lambda b, chunk: freeze(chunk, b.plan.config.finetune, torch_dtype(b.plan.frozen_dtype)),
     "data parallel": lambda b, chunk: shard_chunk(chunk, b.data_groups, b.plan),
 }

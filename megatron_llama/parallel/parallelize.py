@@ -28,7 +28,7 @@ from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.preference import SCALE
 from megatron_llama.parallel import context
-from megatron_llama.parallel.assembly import Build, block_parts, block_wrappers, finish_chunk
+from megatron_llama.parallel.assembly import Build, block_parts, finish_chunk, layer_parts
 from megatron_llama.parallel.compiling import Compiler, enter_folder
 from megatron_llama.parallel.data_parallel import allocate, data_groups
 from megatron_llama.parallel.dp1_weight_casts import ComputeCopies, filled_copies
@@ -225,7 +225,7 @@ def build_model(
                 plan.stage_layers[stage],
                 padded_vocab_size=plan.padded_vocab_size,
                 parts=parts,
-                wrappers=block_wrappers(build),
+                layer_parts=layer_parts(build),
                 is_first=stage == 0,
                 is_last=stage == len(plan.stage_layers) - 1,
             )

@@ -122,7 +122,7 @@ def _memory_of(model: ParallelModel, batches: Batches) -> dict[str, int]:
     return memory | {"embedding, validation": embedding[-1]}
 
 
-TABLES = assembly.PARTS, assembly.WRAPPERS, assembly.CHUNKS
+TABLES = assembly.PARTS, assembly.LAYERS, assembly.WRAPPERS, assembly.CHUNKS
 BY_LAYOUT = {"tp", "pp"}
 """Steps without a function: the topology and megatron-core's settings."""
 LORA = ("finetune=lora", "finetune.frozen_dtype=fp32")
