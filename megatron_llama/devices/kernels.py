@@ -22,7 +22,7 @@ SDPA, tiles and the dense mask are in devices/torch_attention.py; the others are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -175,25 +175,17 @@ class UpdateKernels:
         scales.copy_(new_scales if unless is None else torch.where(unless, scales, new_scales))
 
     def adam_(
-        self,
-        weight: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        step: Tensor,
-        factor: Tensor | None = None,
-        *,
-        decoupled: bool,
-        **numbers: float,
+        self, tensors: Sequence[Tensor], step: Tensor, factor: Tensor | None, *, decoupled: bool, **numbers: float
     ) -> None:
         """Update an fp32 weight and its states in place by torch's fused Adam, or AdamW if ``decoupled``.
 
         Args:
-            grad: fp32 or bf16, left as it is.
+            tensors: weight, gradient (fp32 or bf16, left as it is), exp_avg and exp_avg_sq.
             step: number of updates, this one included.
             factor: fp32 scalar, multiplied with the gradient in fp32.
             numbers: lr, beta1, beta2, eps, weight_decay.
         """
+        weight, grad, exp_avg, exp_avg_sq = tensors
         gradient = grad.to(weight.dtype)
         gradient = gradient if factor is None else gradient * factor
         states: tuple[list[Tensor], ...] = ([exp_avg], [exp_avg_sq], [], [step])

@@ -69,7 +69,7 @@ def attend_documents(q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs, 
         pattern = [*astuple(visible.pattern)]
         out, _ = _operator(q, k, v, visible.host_cu_seqlens, visible.cu_seqlens, kernel, pattern)
         return out
-    return AttentionOp.apply(q, k, v, _forward, _backward, visible.lengths, visible.cu_seqlens, kernel, visible.pattern)
+    return AttentionOp.apply(q, k, v, _forward, _backward, visible._replace(kernel=kernel))
 
 
 def attend_whole(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
@@ -78,7 +78,8 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
     if torch.compiler.is_compiling():
         out, _ = _operator(q, k, v, None, None, kernel, [*astuple(pattern)])
         return out
-    return AttentionOp.apply(q, k, v, _forward, _backward, ((q.shape[2],),) * q.shape[0], None, kernel, pattern)
+    visible = AttentionInputs(pattern, kernel, document_lengths(None, q.shape[0], q.shape[2]))
+    return AttentionOp.apply(q, k, v, _forward, _backward, visible)
 
 
 class _Document(NamedTuple):
@@ -144,15 +145,9 @@ def _rows_of(x: Tensor, queries: _Queries, tile: Tile) -> Tensor:
 
 
 def tiles_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Lengths,
-    cu_seqlens: Tensor | None,
-    pattern: Pattern,
-    chunks: Chunks | None = None,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, pattern: Pattern, chunks: Chunks | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (attention [b, heads, n, d], log-sum-exp of scores [b, heads, n], fp32) of ``DocumentKernel.forward``.
+    """Return (attention [b, heads, n, d], log-sum-exp of scores [b, heads, n], fp32).
 
     Args:
         chunks: positions of the n queries in the sequence of k and v. Default: all.
@@ -178,7 +173,6 @@ def tiles_backward(
     out: Tensor,
     lse: Tensor,
     lengths: Lengths,
-    cu_seqlens: Tensor | None,
     pattern: Pattern,
     chunks: Chunks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -420,29 +414,33 @@ def _hidden(queries: range, keys: range, pattern: Pattern, device: torch.device)
 class DocumentKernel(NamedTuple):
     """Kernel of attention inside documents with a pattern."""
 
-    forward: Callable[[Tensor, Tensor, Tensor, Lengths, Tensor | None, Pattern], tuple[Tensor, Tensor]]
-    """(q, k, v, lengths, cu_seqlens, pattern) to (output [b, heads, s, d], fp32 log-sum-exp [b, heads, s])."""
+    forward: Callable[[Tensor, Tensor, Tensor, AttentionInputs], tuple[Tensor, Tensor]]
+    """(q, k, v, visible) to (output [b, heads, s, d], log-sum-exp of scores [b, heads, s], fp32)."""
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    """(output's gradient, q, k, v, output, log-sum-exp, lengths, cu_seqlens, pattern) to gradients of q, k and v."""
+    """(output's gradient, q, k, v, output, log-sum-exp, visible) to gradients of q, k and v."""
 
 
-KERNELS = {"tiles": DocumentKernel(tiles_forward, tiles_backward)}
+def _tiles_forward(q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs) -> tuple[Tensor, Tensor]:
+    assert visible.lengths is not None
+    return tiles_forward(q, k, v, visible.lengths, visible.pattern)
+
+
+def _tiles_backward(*tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *tensors, visible = tensors
+    return tiles_backward(*tensors, visible.lengths, visible.pattern)
+
+
+KERNELS = {"tiles": DocumentKernel(_tiles_forward, _tiles_backward)}
 """Kernels by name. Device packages add theirs."""
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, cu_seqlens: Tensor | None, kernel: str, pattern: Pattern
-) -> tuple[Tensor, Tensor]:
-    """Return (attention [b, heads, s, d], log-sum-exp of scores [b, heads, s], fp32)."""
-    return KERNELS[kernel].forward(q, k, v, lengths, cu_seqlens, pattern)
+def _forward(q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs) -> tuple[Tensor, Tensor]:
+    return KERNELS[visible.kernel].forward(q, k, v, visible)
 
 
-def _backward(
-    grad: Tensor, saved: Sequence[Tensor], lengths: Lengths, cu_seqlens: Tensor | None, kernel: str, pattern: Pattern
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v. ``saved``: q, k, v, output, log-sum-exp."""
+def _backward(grad: Tensor, saved: Sequence[Tensor], visible: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # kernels require a contiguous last dim
-    return KERNELS[kernel].backward(grad, *saved, lengths, cu_seqlens, pattern)
+    return KERNELS[visible.kernel].backward(grad, *saved, visible)
 
 
 class AttentionOp(torch.autograd.Function):
@@ -498,7 +496,7 @@ def _operator(
     Without ``host_cu_seqlens`` each sequence is one document.
     """
     lengths = document_lengths(host_cu_seqlens, q.shape[0], q.shape[2])
-    return _forward(q, k, v, lengths, cu_seqlens, kernel, Pattern(*pattern))
+    return _forward(q, k, v, AttentionInputs(Pattern(*pattern), kernel, lengths, cu_seqlens=cu_seqlens))
 
 
 @torch.library.custom_op("megatron_llama::attention_backward", mutates_args=())
@@ -515,7 +513,8 @@ def _operator_backward(
     pattern: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     lengths = document_lengths(host_cu_seqlens, q.shape[0], q.shape[2])
-    return _backward(grad, (q, k, v, out, lse), lengths, cu_seqlens, kernel, Pattern(*pattern))
+    visible = AttentionInputs(Pattern(*pattern), kernel, lengths, cu_seqlens=cu_seqlens)
+    return _backward(grad, (q, k, v, out, lse), visible)
 
 
 def document_lengths(cu_seqlens: Tensor | None, rows: int, length: int) -> Lengths:

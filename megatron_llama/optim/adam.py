@@ -73,8 +73,8 @@ class Bf16GradientAdam(KernelAdam):
     def _update(self, weight: Tensor, grad: Tensor, state: Group, group: Group, factor: Tensor | None) -> None:
         numbers = {name: group[name] for name in ("lr", "weight_decay", "eps")}
         numbers["beta1"], numbers["beta2"] = group["betas"]
-        tensors = weight, grad, state["exp_avg"], state["exp_avg_sq"], state["step"]
-        self._kernels.adam_(*tensors, factor, decoupled=self._decoupled, **numbers)
+        tensors = weight, grad, state["exp_avg"], state["exp_avg_sq"]
+        self._kernels.adam_(tensors, state["step"], factor, decoupled=self._decoupled, **numbers)
 
 
 class ElementwiseAdam(KernelAdam):

@@ -260,7 +260,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Return (attention [b, heads, s/cp, d], log-sum-exp of scores [b, heads, s/cp], fp32)."""
     division, chunks = _division(q, lengths, pattern, group)
-    return torch_attention.tiles_forward(q, *_gather(k, v, division, group), lengths, None, pattern, chunks)
+    return torch_attention.tiles_forward(q, *_gather(k, v, division, group), lengths, pattern, chunks)
 
 
 def _backward(
@@ -272,7 +272,7 @@ def _backward(
     division, chunks = _division(q, lengths, pattern, group)
     # Whole sequences set the peak of long context: each copy is freed before the next one.
     gathered = _gather(k, v, division, group)
-    dq, *dkv = torch_attention.tiles_backward(grad, q, *gathered, out, lse, lengths, None, pattern, chunks)
+    dq, *dkv = torch_attention.tiles_backward(grad, q, *gathered, out, lse, lengths, pattern, chunks)
     del gathered
     parts = _to_parts(dkv, division)
     del dkv

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_llama.arch.pattern import Keys, Pattern
 from megatron_llama.devices import HOST, NAMES, device_named, torch_attention
-from megatron_llama.devices.attention_inputs import Documents, build_attention_inputs, dense_mask
+from megatron_llama.devices.attention_inputs import AttentionInputs, Documents, build_attention_inputs, dense_mask
 from megatron_llama.devices.cpu import attention as cpu_attention
 from tests.devices.helpers import attention_inputs, dense_attention
 from tests.model.flash import flash_on_cpu
@@ -235,9 +235,10 @@ def test_fake_tensors_pass(pattern: Pattern, call: Call | None, monkeypatch: pyt
             torch.empty(LENGTH, 1, n, 8, dtype=torch.bfloat16, device=device).permute(1, 2, 0, 3) for n in (4, 2, 2)
         )
         offsets = torch.empty(LENGTH + 1, dtype=torch.int32, device=device)
-        how = documents.lengths, offsets, "tiles" if call else "varlen", pattern
-        out, lse = torch_attention._forward(q, k, v, *how)
-        grads = torch_attention._backward(torch.empty_like(out), (q, k, v, out, lse), *how)
+        kernel = "tiles" if call else "varlen"
+        visible = AttentionInputs(pattern, kernel, documents.lengths, cu_seqlens=offsets)
+        out, lse = torch_attention._forward(q, k, v, visible)
+        grads = torch_attention._backward(torch.empty_like(out), (q, k, v, out, lse), visible)
     assert [x.shape for x in (out, *grads)] == [q.shape, q.shape, k.shape, v.shape]
     assert {x.device.type for x in (out, lse, *grads)} == {device}
     assert lse.shape == (1, 4, LENGTH) and lse.dtype == torch.float32

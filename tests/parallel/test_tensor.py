@@ -277,17 +277,17 @@ def test_attention_of_all_ranks_adds_up(cp: int, pattern: Pattern, lengths: Leng
     torch.manual_seed(0)
     q, grad = torch.randn(2, 2, 4, LENGTH, 8).unbind(0)
     k, v = torch.randn(2, 2, 2, LENGTH, 8).unbind(0)
-    out, lse = tiles_forward(q, k, v, lengths, None, pattern)
-    whole = tiles_backward(grad, q, k, v, out, lse, lengths, None, pattern)
+    out, lse = tiles_forward(q, k, v, lengths, pattern)
+    whole = tiles_backward(grad, q, k, v, out, lse, lengths, pattern)
     sums = [torch.zeros_like(k), torch.zeros_like(v)]
     for rank in range(cp):
         chunks = divide(cp, LENGTH, lengths, pattern)[rank]
         local = torch.tensor([position for chunk in chunks for position in chunk])
         q_part, grad_part = q[:, :, local], grad[:, :, local]
-        part, part_lse = tiles_forward(q_part, k, v, lengths, None, pattern, chunks)
+        part, part_lse = tiles_forward(q_part, k, v, lengths, pattern, chunks)
         torch.testing.assert_close(part, out[:, :, local])
         torch.testing.assert_close(part_lse, lse[:, :, local])
-        dq, *dkv = tiles_backward(grad_part, q_part, k, v, part, part_lse, lengths, None, pattern, chunks)
+        dq, *dkv = tiles_backward(grad_part, q_part, k, v, part, part_lse, lengths, pattern, chunks)
         torch.testing.assert_close(dq, whole[0][:, :, local], rtol=1e-4, atol=1e-5)
         for total, more in zip(sums, dkv, strict=True):
             total += more

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -112,19 +112,11 @@ class CpuKernels(Kernels):
             _call("write_blocks", values.contiguous(), *tables, codes, scales, blocks=scales.numel())
 
     def adam_(
-        self,
-        weight: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        step: Tensor,
-        factor: Tensor | None = None,
-        *,
-        decoupled: bool,
-        **numbers: float,
+        self, tensors: Sequence[Tensor], step: Tensor, factor: Tensor | None, *, decoupled: bool, **numbers: float
     ) -> None:
         """Cast and scale a chunk of the gradient in the cache, where torch's kernel then reads it."""
-        values = [x.view(-1).split(CHUNK) for x in (weight, exp_avg, exp_avg_sq)]
+        weight, grad, *states = tensors
+        values = [x.view(-1).split(CHUNK) for x in (weight, *states)]
         buffer = weight.new_empty(min(CHUNK, weight.numel()))
         for part, mean, square, chunk in zip(*values, grad.reshape(-1).split(CHUNK), strict=True):
             gradient = buffer[: chunk.numel()].copy_(chunk)

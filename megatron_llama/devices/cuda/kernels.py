@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.arch.pattern import Lengths, Pattern, fits_varlen
+from megatron_llama.arch.pattern import fits_varlen
 from megatron_llama.devices import torch_attention
 from megatron_llama.devices.attention_inputs import AttentionInputs
 from megatron_llama.devices.cuda import transformer_engine
@@ -23,38 +23,25 @@ from megatron_llama.devices.kernels import Float8Operand, Kernels
 aten = torch.ops.aten
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, cu_seqlens: Tensor | None, pattern: Pattern
-) -> tuple[Tensor, Tensor]:
-    """Return (attention [b, heads, s, d], log-sum-exp of scores [b, heads, s], fp32) of ``DocumentKernel.forward``.
-
-    ``cu_seqlens`` [documents + 1 or more], int32, on the device. The pattern has no blocks.
-    """
+def forward(q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Return the results of ``DocumentKernel.forward``. The pattern has no blocks."""
     if transformer_engine.takes(q):
-        return _cudnn_forward(q, k, v, lengths, cu_seqlens, pattern)
-    starts, longest = _starts(lengths, cu_seqlens)
+        return _cudnn_forward(q, k, v, visible)
+    (starts, longest), window = _starts(visible), visible.pattern.window
     flat = [_flat(x) for x in (q, k, v)]
     result = aten._flash_attention_forward(
-        *flat, starts, starts, longest, longest, 0.0, not pattern.window, False, **_window(pattern.window)
+        *flat, starts, starts, longest, longest, 0.0, not window, False, **_window(window)
     )
     return _unflatten(result[0], q), result[1].unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1).contiguous()
 
 
 def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    lengths: Lengths,
-    cu_seqlens: Tensor | None,
-    pattern: Pattern,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible: AttentionInputs
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, from the output's gradient and the results of ``forward``."""
     if transformer_engine.takes(q):
-        return _cudnn_backward([grad, q, k, v, out], lse, lengths, cu_seqlens, pattern)
-    starts, longest = _starts(lengths, cu_seqlens)
+        return _cudnn_backward([grad, q, k, v, out], lse, visible)
+    (starts, longest), window = _starts(visible), visible.pattern.window
     flat = [_flat(x) for x in (grad, q, k, v, out)]
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     result = aten._flash_attention_backward(
@@ -65,47 +52,43 @@ def backward(
         longest,
         longest,
         0.0,
-        not pattern.window,
+        not window,
         *no_dropout,
-        **_window(pattern.window),
+        **_window(window),
     )
     return _unflatten(result[0], q), _unflatten(result[1], k), _unflatten(result[2], v)
 
 
-def _cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, cu_seqlens: Tensor | None, pattern: Pattern
-) -> tuple[Tensor, Tensor]:
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Compute ``forward`` with cuDNN. Without ``cu_seqlens``, each sequence is one document."""
-    if cu_seqlens is None:
+    window = visible.pattern.window
+    if visible.cu_seqlens is None:
         whole = [x.permute(2, 0, 1, 3).contiguous() for x in (q, k, v)]
-        out, lse = transformer_engine.forward(whole, None, q.shape[2], pattern.window)
+        out, lse = transformer_engine.forward(whole, None, q.shape[2], window)
         return out.view(whole[0].shape).permute(1, 2, 0, 3), lse.view(q.shape[:3])
-    starts, longest = _starts(lengths, cu_seqlens)
     flat = [_flat(x).contiguous() for x in (q, k, v)]
-    out, lse = transformer_engine.forward(flat, starts, longest, pattern.window)
+    out, lse = transformer_engine.forward(flat, *_starts(visible), window)
     return _unflatten(out.view(flat[0].shape), q), lse.view(q.shape[0], q.shape[2], -1).transpose(1, 2).contiguous()
 
 
-def _cudnn_backward(
-    tensors: Sequence[Tensor], lse: Tensor, lengths: Lengths, cu_seqlens: Tensor | None, pattern: Pattern
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cudnn_backward(tensors: Sequence[Tensor], lse: Tensor, visible: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``backward`` with cuDNN. ``tensors``: the output's gradient, q, k, v and the output."""
-    _, q, k, v, _ = tensors
-    if cu_seqlens is None:
+    (_, q, k, v, _), window = tensors, visible.pattern.window
+    if visible.cu_seqlens is None:
         whole = [x.permute(2, 0, 1, 3).contiguous() for x in tensors]
-        grads = transformer_engine.backward([*whole, lse.unsqueeze(-1)], None, q.shape[2], pattern.window)
+        grads = transformer_engine.backward([*whole, lse.unsqueeze(-1)], None, q.shape[2], window)
         dq, dk, dv = (x.permute(1, 2, 0, 3) for x in grads)
         return dq, dk, dv
-    starts, longest = _starts(lengths, cu_seqlens)
     flat = [_flat(x).contiguous() for x in tensors]
     by_token = lse.transpose(1, 2).flatten(0, 1).unsqueeze(-1).contiguous()
-    grads = transformer_engine.backward([*flat, by_token], starts, longest, pattern.window)
+    grads = transformer_engine.backward([*flat, by_token], *_starts(visible), window)
     return _unflatten(grads[0], q), _unflatten(grads[1], k), _unflatten(grads[2], v)
 
 
-def _starts(lengths: Lengths, cu_seqlens: Tensor | None) -> tuple[Tensor, int]:
+def _starts(visible: AttentionInputs) -> tuple[Tensor, int]:
     """Return the boundaries without repetitions, and the tokens of the longest document."""
-    assert cu_seqlens is not None
+    lengths, cu_seqlens = visible.lengths, visible.cu_seqlens
+    assert lengths is not None and cu_seqlens is not None
     return cu_seqlens.narrow(0, 0, 1 + sum(map(len, lengths))), max(map(max, lengths))
 
 
