@@ -236,16 +236,12 @@ class Data:
 
     def record(self, consumed_samples: int) -> Record:
         """Return the data record of a checkpoint after ``consumed_samples`` (record.py)."""
-        samples = self.train.samples
+        samples, record = self.train.samples, {**self._record, "consumed_samples": consumed_samples}
         if isinstance(samples, SampleStream):
             record = advance_record(self._record, samples.timeline, consumed_samples)
-            return {**record, **self._levels(consumed_samples)}
-        return {**self._record, "consumed_samples": consumed_samples, **self._levels(consumed_samples)}
-
-    def _levels(self, consumed_samples: int) -> Record:
-        """Return the record's entry of the levels that have begun. Empty without a curriculum."""
-        begun = [level for level in self.train.levels if level.samples < max(1, consumed_samples)]
-        return {"levels": [[level.samples, dict(level.difficulties)] for level in begun]} if begun else {}
+        if begun := [level for level in self.train.levels if level.samples < max(1, consumed_samples)]:
+            record["levels"] = [[level.samples, dict(level.difficulties)] for level in begun]
+        return record
 
     @cached_property
     def _record(self) -> Record:

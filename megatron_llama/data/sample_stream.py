@@ -30,7 +30,7 @@ from megatron_llama.data.checks import check_data, check_ids
 from megatron_llama.data.epoch_index import Epoch, open_epoch
 from megatron_llama.data.graded_order import Graded, GradedSequences, Level, build_graded, group_seed, levels_of
 from megatron_llama.data.megatron_order import build_megatron
-from megatron_llama.data.record import Record, changes_reading, make_record, moved_datasets
+from megatron_llama.data.record import Record, changes_reading, moved_datasets
 from megatron_llama.parallel.groups import raise_on_all_ranks, sync_errors
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import indexed_metrics
@@ -164,17 +164,17 @@ def resume_streams(
     consumed_samples: int,
     training: SampleStream,
     validation: Mapping[str, SampleStream],
-    levels: Sequence[Level] = (),
-    now: Record | None = None,
+    levels: Sequence[Level],
+    now: Record,
 ) -> tuple[SampleStream, Mapping[str, SampleStream]]:
     """Resume the streams of ``build_streams`` from a checkpoint's ``record``. All ranks must call it.
 
     Each dataset continues at its position, also if the blend has changed. ``levels`` are all levels of the curriculum,
-    including past ones. ``now`` is the plan's record; None: make it.
+    including past ones. ``now`` is the plan's record.
     """
     trainer = plan.config.trainer
     with sync_errors(OSError, ValueError):
-        timeline = _resumed_timeline(plan, record, consumed_samples, make_record(plan) if now is None else now)
+        timeline = _resumed_timeline(plan, record, consumed_samples, now)
     datasets = graded_datasets(plan, timeline, training.datasets, levels)
     first, current = timeline.segments[0], timeline.segments[timeline.segment_of(consumed_samples)]
     if first.order != MEGATRON:

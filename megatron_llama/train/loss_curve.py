@@ -117,8 +117,6 @@ def _loss(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
 
 def _tokens_on_top(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
     """Add an axis in tokens on top; extrapolated beyond the run. Larger batches have more tokens per step."""
-    import numpy as np
-
     known = np.array([(0, 0), *((record["step"], record["consumed_tokens"]) for record in records)])
     before = known[:1] - len(known) * (known[1] - known[0])
     beyond = known[-1:] + len(known) * (known[-1] - known[-2])

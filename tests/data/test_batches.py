@@ -19,6 +19,7 @@ from megatron_llama.data import prefetch as prefetch_module
 from megatron_llama.data.batches import Batches, build_data
 from megatron_llama.data.mock import MockDataset
 from megatron_llama.data.prefetch import AHEAD, Prefetcher
+from megatron_llama.data.record import make_record
 from megatron_llama.data.sample_stream import build_streams, resume_streams
 from megatron_llama.launch.watchdog import ThisProcess
 from megatron_llama.model.inputs import MicroBatch
@@ -312,7 +313,7 @@ def test_megatrons_order_has_no_document_boundaries(name: str, tmp_path: Path) -
 def _resumed(rank: int, plan: Plan) -> str:
     training, validation = build_streams(plan)
     with pytest.raises(ConfigError) as caught:
-        resume_streams(plan, megatron_record(plan, 8), 8, training, validation)
+        resume_streams(plan, megatron_record(plan, 8), 8, training, validation, (), make_record(plan))
     return str(caught.value)
 
 
