@@ -425,9 +425,11 @@ def _tiles_forward(q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs) ->
     return tiles_forward(q, k, v, visible.lengths, visible.pattern)
 
 
-def _tiles_backward(*tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *tensors, visible = tensors
-    return tiles_backward(*tensors, visible.lengths, visible.pattern)
+def _tiles_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible: AttentionInputs
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert visible.lengths is not None
+    return tiles_backward(grad, q, k, v, out, lse, visible.lengths, visible.pattern)
 
 
 KERNELS = {"tiles": DocumentKernel(_tiles_forward, _tiles_backward)}
