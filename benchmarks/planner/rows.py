@@ -16,10 +16,8 @@ from pathlib import Path
 from benchmarks.planner.programs import PROGRAMS, Program, PublishedJob, footprint
 from megatron_llama.config.settings import ModelConfig
 from megatron_llama.plan.job import StateBytes
-from megatron_llama.tools.forecast.hardware import HardwareSpec, aliases, devices
+from megatron_llama.tools.forecast.hardware import HardwareSpec, find_device
 
-MAKERS = {"nvidia", "amd", "intel", "aws", "instinct", "tesla", "dgx", "hgx"}
-"""Words that may precede a chip's name."""
 SQUAD_DOCUMENT = 256
 """Tokens per example of the packed fine-tuning sets in NVIDIA's benchmarks (SQuAD). Attention is within examples."""
 
@@ -58,7 +56,7 @@ def read_run(row: Row) -> Published:
         CannotPredict: a required column is missing, or the run is not supported.
     """
     assumed: list[str] = []
-    device = read_device(row.get("device", ""))
+    device = find_device(row.get("device", ""))
     if device is None:
         raise CannotPredict("the device is not in the hardware table")
     device = with_network(device, row.get("interconnect", ""))
@@ -493,36 +491,3 @@ def _published(number: int, row: Mapping[str, str]) -> dict[str, str]:
     run = {"id": f"sweep {number}", **UNSAID, **{name: row.get(column, "") for name, column in COLUMNS.items()}}
     run["ffn"], run["step_time_s"] = f"4 x {run['hidden']}", f"{row.get(TIME, '')} ms"
     return run
-
-
-def read_device(name: str) -> HardwareSpec | None:
-    """Return the device of a name as published tables write it: "8x NVIDIA H100 SXM5 80GB", "A100-SXM4-40GB (DGX)".
-
-    A count and the maker's name are dropped; the next word must be the chip. The other words of an alias may follow in
-    any order, and unknown words are ignored. A longer number is another chip: H1000, Gaudi 4. Returns None for an
-    unknown chip.
-    """
-    plain = re.sub(r"(?<=\d) ?gi?b\b", "gb", re.sub(r"^(\d+ ?x ?)+", "", name.strip().lower()))
-    words = re.findall("[a-z0-9]+", plain)
-    while words and (words[0] in MAKERS or words[0].isdigit()):
-        words.pop(0)
-    for alias, device in aliases().items():
-        chip, *rest = alias.split("-")
-        if rest and words[:1] == [chip] and set(rest) <= set(words):
-            return devices()[device]
-    for alias, device in aliases().items():
-        if _starts_with(words, re.sub("[^a-z0-9]", "", alias)):
-            return devices()[device]
-    return None
-
-
-def _starts_with(words: list[str], chip: str) -> bool:
-    """Return whether ``words`` joined start with ``chip``, and its number does not continue."""
-    if not "".join(words).startswith(chip):
-        return False
-    rest, length = list(words), len(chip)
-    while rest and length >= len(rest[0]):
-        length -= len(rest.pop(0))
-    if length:  # the chip ends inside a word: H100SXM5
-        return chip[-1].isdigit() and rest[0][length].isalpha()
-    return chip[-1].isdigit() or not (rest and rest[0].isdigit())

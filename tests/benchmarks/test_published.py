@@ -12,7 +12,7 @@ import pytest
 from benchmarks.planner.programs import PROGRAMS, PublishedJob, footprint, layer_activations, ring_bandwidth
 from benchmarks.planner.programs import PublishedStep as Step
 from benchmarks.planner.published import compare_file, compare_table, lines, summaries, summary
-from benchmarks.planner.rows import CannotPredict, number_format, read_device, read_run, recompute_of, zero_stage
+from benchmarks.planner.rows import CannotPredict, number_format, read_run, recompute_of, zero_stage
 from benchmarks.planner.rows import flops_per_token as of_job
 from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.config.settings import ModelConfig
@@ -95,7 +95,7 @@ def test_spellings_of_devices_precision_sharding_and_recomputation() -> None:
     assert [zero_stage(each, eager) for each in words] == [3, 2, 1, 0, 1]
     words = ("full (uniform, every layer)", "selective + SP", "none (inferred)", "", "selective (per-op SAC)")
     assert [recompute_of(each) for each in words] == ["full", "selective", "none", "none", "half"]
-    devices = {spelling: read_device(spelling) for spelling in DEVICES}
+    devices = {spelling: find_device(spelling) for spelling in DEVICES}
     assert {spelling: device and device.name for spelling, device in devices.items()} == DEVICES
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import csv
 import functools
 import math
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("hardware.csv")
+MAKERS = {"nvidia", "amd", "intel", "aws", "instinct", "tesla", "dgx", "hgx"}
+"""Words that may precede a chip's name."""
 USUAL = ("h100", "trn2", "gaudi2")
 """Chips that stand for their kind of device if only the kind is known; the first is the default."""
 TYPICAL_REACH = 0.80
@@ -77,7 +80,7 @@ def devices() -> dict[str, HardwareSpec]:
 
 
 @functools.cache
-def aliases() -> dict[str, str]:
+def _aliases() -> dict[str, str]:
     """Return the device name of each alias and name, lower case, longest first."""
     with TABLE.open(encoding="utf-8", newline="") as file:
         rows = [(row["name"], row["aliases"]) for row in csv.DictReader(file)]
@@ -86,9 +89,36 @@ def aliases() -> dict[str, str]:
 
 
 def find_device(name: str) -> HardwareSpec | None:
-    """Return the device of a name or alias in the table, in any case; None for an unknown chip."""
-    device = aliases().get(name.lower())
-    return None if device is None else devices()[device]
+    """Return the device of a name as published tables write it: "8x NVIDIA H100 SXM5 80GB", "A100-SXM4-40GB (DGX)".
+
+    A count and the maker's name are dropped; the next word must be the chip. The other words of an alias may follow in
+    any order, and unknown words are ignored. A longer number is another chip: H1000, Gaudi 4. Returns None for an
+    unknown chip.
+    """
+    plain = re.sub(r"(?<=\d) ?gi?b\b", "gb", re.sub(r"^(\d+ ?x ?)+", "", name.strip().lower()))
+    words = re.findall("[a-z0-9]+", plain)
+    while words and (words[0] in MAKERS or words[0].isdigit()):
+        words.pop(0)
+    for alias, device in _aliases().items():
+        chip, *rest = alias.split("-")
+        if rest and words[:1] == [chip] and set(rest) <= set(words):
+            return devices()[device]
+    for alias, device in _aliases().items():
+        if _starts_with(words, re.sub("[^a-z0-9]", "", alias)):
+            return devices()[device]
+    return None
+
+
+def _starts_with(words: list[str], chip: str) -> bool:
+    """Return whether ``words`` joined start with ``chip``, and its number does not continue."""
+    if not "".join(words).startswith(chip):
+        return False
+    rest, length = list(words), len(chip)
+    while rest and length >= len(rest[0]):
+        length -= len(rest.pop(0))
+    if length:  # the chip ends inside a word: H100SXM5
+        return chip[-1].isdigit() and rest[0][length].isalpha()
+    return chip[-1].isdigit() or not (rest and rest[0].isdigit())
 
 
 def _device(row: dict[str, str]) -> HardwareSpec:

@@ -186,6 +186,13 @@ def test_small_models_are_bound_by_the_host() -> None:
     assert step_time(large, h100, free).total == step_time(large, h100, load_constants()).total, "bound by the device"
 
 
+def test_names_that_torch_and_nvidia_smi_print() -> None:
+    names = {"NVIDIA H100 80GB HBM3": "h100", "A100-SXM4-80GB": "a100", "nvidia-b200": "b200", "h100_sxm5": "h100"}
+    names |= {"a100 40gb": "a100-40gb", "H1000": None, "": None}
+    found = {name: find_device(name) for name in names}
+    assert {name: device and device.name for name, device in found.items()} == names
+
+
 @pytest.mark.parametrize("name", devices())
 def test_each_device_of_the_table_has_a_forecast(name: str) -> None:
     device = devices()[name]
