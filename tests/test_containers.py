@@ -1,4 +1,8 @@
-"""Container recipes and the files for JobSet and SkyPilot, against the project and their pages; needs no engine."""
+"""Container recipes, and the files for JobSet and SkyPilot, against the project and their pages; no engine is needed.
+
+Compare new fields in ``tests/golden/containers`` with JobSet's CRD v1alpha2 (github.com/kubernetes-sigs/jobset,
+charts/jobset/crds) and SkyPilot's sky/utils/schemas.py.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import re
 import shlex
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +19,7 @@ import yaml
 from megatron_llama.config import load_config
 from megatron_llama.launch.environment import ProcessContext, process_context
 from megatron_llama.system.exit_status import EXIT_RESTART, EXIT_USER
+from tests.golden import GoldenFiles
 from tests.paths import CONF, ROOT
 
 JOB = yaml.safe_load((ROOT / "containers/jobset.yaml").read_text())
@@ -24,6 +30,25 @@ APPTAINER = (ROOT / "containers" / "Apptainer.def").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 ACTIONS = {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"}
+
+
+def fields(node: Any, path: str = "") -> Iterator[str]:
+    """Yield the path of each field; "[]" is an item of a list."""
+    if isinstance(node, list):
+        for item in node:
+            yield from fields(item, f"{path}[]")
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            name = f"{path}.{key}".lstrip(".")
+            yield name
+            yield from fields(value, name)
+
+
+@pytest.mark.parametrize("name", ["jobset", "skypilot"])
+def test_fields_are_those_of_the_schema(name: str) -> None:
+    """No field is misspelled or in the wrong place: engines ignore such fields, or reject the file."""
+    document = {"jobset": JOB, "skypilot": TASK}[name]
+    GoldenFiles.check(f"containers/{name}.txt", "\n".join(sorted(set(fields(document)))))
 
 
 def pod() -> dict[str, Any]:
@@ -122,6 +147,16 @@ def test_restarts_follow_the_exit_status() -> None:
     assert recovery["recover_on_exit_codes"] == [EXIT_RESTART] and recovery["max_restarts_on_errors"] > 0
 
 
+def test_memory_and_volumes_are_mounted() -> None:
+    """The grace period allows a save."""
+    volumes = {volume["name"]: volume for volume in pod()["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container()["volumeMounts"]}
+    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory" and "persistentVolumeClaim" in mounts["/runs"]
+    assert str(pod()["terminationGracePeriodSeconds"]) in PAGE
+    slurm = re.search(r"--signal=B:USR1@(\d+)", (ROOT / "run.slurm").read_text())
+    assert slurm is not None and pod()["terminationGracePeriodSeconds"] >= int(slurm[1])
+
+
 # Images
 
 
@@ -140,11 +175,17 @@ def test_both_images_have_python_torch_and_packages_of_the_project() -> None:
     assert last not in ("0", "root") and f"--uid {last} " in DOCKERFILE
 
 
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_targets(target: str) -> None:
+    assert f"FROM base AS {target}\n" in DOCKERFILE
+    assert f"--target {target} -t megatron_llama:{target} ." in PAGE
+
+
 def test_every_command_of_the_page_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for text in (DOCKERFILE, APPTAINER, PAGE):
         assert set(re.findall(r"(?<!g\+\+ )\bmake ([a-z-]+)", text)) <= targets
-    for path in re.findall(r"(?:-f |build \S+ )(containers/\S+)", PAGE + DOCKERFILE + APPTAINER):
+    for path in re.findall(r"(?:-f |build \S+ |launch )(containers/\S+)", PAGE + DOCKERFILE + APPTAINER):
         assert (ROOT / path).is_file(), path
 
 
