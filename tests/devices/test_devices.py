@@ -236,6 +236,14 @@ def test_where_inductor_keeps_its_graphs(tmp_path: Path) -> None:
         assert device.count_compiled_graphs(tmp_path) is None and device.ahead_of_time_environment() == {}
 
 
+def test_the_seed_reaches_torch() -> None:
+    drawn = []
+    for seed in (7, 8, 7):
+        get_device("cpu").seed(seed)
+        drawn.append(torch.rand(4).tolist())
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
 def test_variables_of_a_gpu_follow_from_the_layout() -> None:
     def variables(ranks: int, **settings: object) -> dict[str, str]:
         config = resolve(make(**{f"trainer.{name}": value for name, value in settings.items()}), ranks).config
