@@ -117,7 +117,7 @@ def _after(text: str, char: str, at: int) -> int:
 def _end(text: str, at: int, closer: str = "") -> int:
     """Return the end of the word that starts at ``at``, or the position after the ``closer`` of its quote or bracket.
 
-    An array, and anything in quotes or brackets, is one word. Iterative, for nested brackets.
+    A missing closer counts as one after the text. An array, and anything in quotes or brackets, is one word. Iterative, for nested brackets.
     """
     start, closers = at, [closer] if closer else []
     while at < len(text):
@@ -144,7 +144,7 @@ def _end(text: str, at: int, closer: str = "") -> int:
         elif not inner and char in " \t\r\n;&|()<>":
             break
         at += 1
-    return max(min(at, len(text)), start + 1)
+    return len(text) + 1 if closer else max(min(at, len(text)), start + 1)
 
 
 class _Script:

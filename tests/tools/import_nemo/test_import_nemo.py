@@ -101,6 +101,7 @@ def test_torchtitan_shortens_warmup_and_decay(ratio: float | None, warmup: int, 
         ("cat <<EOF\n--seq-length 1 'x\nEOF\nrun --seq-length 2 >&2 2>&1", ["run", "--seq-length", "2"]),
         ("bash -c \"run --seq-length 3 --x 'a b'\"", ["bash", "-c", "run", "--seq-length", "3", "--x", "a b"]),
         ("FLAGS='--seq-length 3'", ["--seq-length", "3"]),
+        ('run --seq-length 3 "abc', ["run", "--seq-length", "3", "abc"]),
         (f"run --seq-length $(({'11+' * 80}11))", ["run", "--seq-length", f"${{(({'11+' * 80}11))}}"]),
     ],
 )
