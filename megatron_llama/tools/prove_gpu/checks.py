@@ -97,6 +97,10 @@ class PartResult:
     name: str
     title: str
     by_row: dict[int, Result] = field(default_factory=dict)
+    longest: float = 0.0
+    """Seconds of the longest check of this command."""
+    tried_variants: bool = False
+    """Whether this command has repeated a failed row with variants."""
 
     @property
     def results(self) -> list[Result]:
@@ -205,16 +209,16 @@ def _run_row(
     if (part.name, row.name) in earlier:
         by_row[number] = earlier[part.name, row.name]
         return
-    longest = max((result.seconds for result in results.results), default=0.0)
-    if clock.left < LEAST_SECONDS or (number > 0 and clock.now() + longest > end):
+    if clock.left < LEAST_SECONDS or (number > 0 and clock.now() + results.longest > end):
         by_row[number] = Result(row.name, Status.NOT_RUN, "no time left: use a larger --minutes")
         return
     progress(f"{part.name}: {row.name} ({number + 1}/{len(part.rows)})")
     result = _measure(part, row, session)
-    is_first = result.status == Status.FAILED and not results.named(Status.FAILED)
-    by_row[number] = result
-    if is_first and part.repeats:
-        by_row[number] = _with_variants(part, row, session, result)
+    results.longest = max(results.longest, result.seconds)
+    if result.status == Status.FAILED and part.repeats and not results.tried_variants:
+        results.tried_variants = True
+        result = _with_variants(part, row, session, result)
+    by_row[number] = result  # complete, with its variants: a resumed command does not run it again
 
 
 def _measure(part: Part, row: Row, session: Session) -> Result:

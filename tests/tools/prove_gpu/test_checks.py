@@ -173,6 +173,25 @@ def test_a_failed_check_is_repeated_with_variants(monkeypatch: pytest.MonkeyPatc
     assert [result.detail for result in first.results] == ["wrong; passes without Dynamo", "wrong"]
     assert second.detail == "wrong" and len(calls) == 5
     assert [prefix for prefix, _ in calls].count("variants/without_Dynamo/") == 1
+    failed_before = Result("x", Status.FAILED, "wrong", seconds=1000)  # longer than this command
+    (first,) = run_parts(parts[:1], one, earlier={("a", "x"): failed_before})
+    assert first.results[1].detail == "wrong; passes without Dynamo", "as the first failure of this command"
+
+
+def test_a_failure_is_stored_after_its_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the variants are interrupted, a resumed command runs the check and them again."""
+
+    def run(session: Session) -> Outcome:
+        if session.variables:
+            raise KeyboardInterrupt
+        raise CheckFailed("wrong")
+
+    one, results = FakeTime().session(), list[PartResult]()
+    monkeypatch.setattr(get_device("cpu").__class__, "variants", {"without cuDNN": {"CUDNN": "0"}})
+    one.environment = FACTS | {"is_accelerator": True}
+    with pytest.raises(KeyboardInterrupt):
+        results.extend(run_parts([part("a", ("x", run))], one, save=results.extend))
+    assert not any(result.named(Status.FAILED) for result in results)
 
 
 def test_table_and_page_show_all_results(tmp_path: Path) -> None:
