@@ -388,7 +388,8 @@ def element_lines(path: str, chunks: Iterator[tuple[bytes, int]]) -> Iterator[tu
     """
     depth = 0  # number of open brackets and braces
     has_begun = in_string = escaped = False
-    for number, (chunk, position) in enumerate(chunks):
+    filled = (pair for pair in chunks if pair[0])
+    for number, (chunk, position) in enumerate(filled):
         chunk = chunk if number else chunk.removeprefix(BOM)
         output, offset = [chunk[:escaped].replace(b"\n", b"\r")], int(escaped)
         escaped = False

@@ -194,6 +194,11 @@ def test_elements_of_an_array_are_lines_for_any_chunk_size(indent: int | None, s
     assert [json.loads(line) for line in lines.decode().removesuffix("\n").split("\n")] == TRICKY
 
 
+def test_empty_chunks_of_an_array_are_skipped() -> None:
+    parts = [b"", b'\xef\xbb\xbf["a\\', b"", b'"b"]']
+    assert b"".join(line for line, _ in element_lines("f", iter([(part, 0) for part in parts]))) == b'"a\\"b"\n'
+
+
 def test_invalid_arrays_stay_invalid() -> None:
     """Splitting makes no invalid element valid, and loses no content silently."""
     data = b'\xef\xbb\xbf[1 2, "a\nb", nul l, {"a": 1,}'
