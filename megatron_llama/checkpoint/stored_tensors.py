@@ -10,8 +10,10 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,10 @@ WEIGHT_DTYPES = {name: DTYPES[name] for name in ("F32", "BF16", "F16", "F64")}
 """Dtypes of weights and moments by their names in safetensors files."""
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes of exported weights, by name."""
+MOST_DIMENSIONS = 8
+"""Tensors of more dimensions are rejected: a chunk has 2^dimensions corners."""
+MOST_PAIRS = 100_000
+"""Pairs of chunks that are compared to name one that holds values twice."""
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 
 
@@ -159,24 +165,28 @@ def cast_weights(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.T
 
 
 def check_cover(name: str, shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) -> None:
-    """Raise CorruptFile unless the chunks of a tensor, (offset, size), cover each of its values exactly once."""
-    filled = [(offset, size) for offset, size in chunks if math.prod(size)]
-    for offset, size in filled:
-        ends = zip(offset, size, shape, strict=True)
-        if len(offset) != len(shape) or any(o < 0 or n < 0 or o + n > m for o, n, m in ends):
+    """Raise CorruptFile unless the chunks of a tensor, (offset, size), cover each of its values exactly once.
+
+    Takes linear time in the number of chunks.
+    """
+    if len(shape) > MOST_DIMENSIONS:
+        raise CorruptFile(f"{name} has {len(shape)} dimensions, more than {MOST_DIMENSIONS}")
+    for offset, size in chunks:
+        inside = len(offset) == len(size) == len(shape)
+        if not inside or any(o < 0 or n < 0 or o + n > m for o, n, m in zip(offset, size, shape, strict=True)):
             raise CorruptFile(f"a chunk of {name} at {list(offset)} exceeds the tensor")
-    # Sweep along the axis with the most boundaries, so that few chunks are active at a time.
-    axis = max(range(len(shape)), key=lambda axis: len({offset[axis] for offset, _ in filled}), default=0)
-    active: list[tuple[Shape, Shape]] = []
-    for offset, size in sorted(filled, key=lambda chunk: chunk[0][axis : axis + 1]):
-        active = [(o, n) for o, n in active if o[axis] + n[axis] > offset[axis]] if shape else active
-        for other in active:
-            if all(o < p + m and p < o + n for o, n, p, m in zip(offset, size, *other, strict=True)):
-                raise CorruptFile(f"has values of {name} at {list(offset)} twice")
-        active.append((offset, size))
-    values = sum(math.prod(size) for _, size in filled)
-    if values != math.prod(shape):
-        raise CorruptFile(f"has {values} of {math.prod(shape)} values of {name}")
+    held, values = sum(math.prod(size) for _, size in chunks), math.prod(shape)
+    # If each corner of the tensor and the chunks occurs an even number of times, the chunks contain each value an odd
+    # number of times: at least once, and by their total size exactly once.
+    boxes = [[(0, n) for n in shape], *([(o, o + n) for o, n in zip(*chunk, strict=True)] for chunk in chunks)]
+    corners = Counter(corner for box in boxes for corner in product(*box))
+    if held == values and all(count % 2 == 0 for count in corners.values()):
+        return
+    filled = sorted((offset, size) for offset, size in chunks if math.prod(size))
+    for first, second in islice(combinations(filled, 2), MOST_PAIRS):
+        if all(o < p + m and p < o + n for o, n, p, m in zip(*first, *second, strict=True)):
+            raise CorruptFile(f"has values of {name} at {list(second[0])} twice")
+    raise CorruptFile(f"has {held} of {values} values of {name}" + ", some twice" * (held >= values))
 
 
 def check_file_name(name: Any) -> str:

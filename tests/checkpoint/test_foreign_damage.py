@@ -6,6 +6,7 @@ import argparse
 import io
 import os
 import pickle
+import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -144,6 +145,7 @@ ALL, LEFT, RIGHT = ((0, 0), (4, 6)), ((0, 0), (4, 3)), ((0, 3), (4, 3))
         ([LEFT, ((0, 3), (4, 4))], "exceeds the tensor"),
         ([ALL, ((-1, 0), (1, 6))], "exceeds the tensor"),
         ([((0,), (24,))], "exceeds the tensor"),
+        ([ALL, ((9, 0), (0, 6))], "exceeds the tensor"),
     ],
 )
 def test_chunks_cover_a_tensor_once(chunks: list[Any], words: str) -> None:
@@ -152,6 +154,17 @@ def test_chunks_cover_a_tensor_once(chunks: list[Any], words: str) -> None:
         return
     with raises_with_message(CorruptFile, words):
         check_cover("w", (4, 6), chunks)
+
+
+def test_many_chunks_take_linear_time() -> None:
+    """A comparison of all pairs of these chunks, of which no two overlap, takes minutes."""
+    count = 20_000
+    begin = time.monotonic()
+    with raises_with_message(CorruptFile, f"has {count * (count + 1) // 2} of {count**2} values of w"):
+        check_cover("w", (count, count), [((at, at), (count - at, 1)) for at in range(count)])
+    with raises_with_message(CorruptFile, "40 dimensions"):
+        check_cover("w", (1,) * 40, [((0,) * 40, (1,) * 40)])
+    assert time.monotonic() - begin < 20
 
 
 def test_a_scalar_has_one_chunk() -> None:
