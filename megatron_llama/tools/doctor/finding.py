@@ -61,10 +61,13 @@ def odd_ones(nodes: Sequence[NodeState], values: Sequence[Any]) -> Iterator[tupl
 
     The usual value is the most frequent one, the first if several are equally frequent.
     """
-    for usual, _ in Counter(values).most_common(1):
-        like = nodes[values.index(usual)]
-        different = [pair for pair in zip(nodes, values, strict=True) if pair[1] != usual]
-        yield from ((node, value, like, usual) for node, value in different)
+    if not values:
+        return
+    [(usual, _)] = Counter(values).most_common(1)
+    like = nodes[values.index(usual)]
+    for node, value in zip(nodes, values, strict=True):
+        if value != usual:
+            yield node, value, like, usual
 
 
 def names(nodes: Sequence[NodeState]) -> str:

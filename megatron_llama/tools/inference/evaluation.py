@@ -70,7 +70,8 @@ def records_task(
     if builder is None:
         return None
     context = longest_sequence(saved.model)
-    encoded = problems.collect(encode_records, records, template, builder, context - (not template.labels)) or []
+    longest = context if template.labels else context - 1  # a generated answer has at least one token
+    encoded = problems.collect(encode_records, records, template, builder, longest) or []
     if not encoded and not problems.items:
         problems.add("FILE", str(file), f"no record fits into the model's {context} positions", "name another file")
     report = {

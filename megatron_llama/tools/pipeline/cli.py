@@ -108,12 +108,8 @@ def _draw(plan: Plan, run: PlannedRun | None, out: Path) -> int:
         head, hardware, microbatches = list[str](), None, plan.num_microbatches
         pass_times = record.median_pass_times(measured, plan.config.trainer.vpp)
     else:
-        head, hardware, microbatches, measured = (
-            run.hardware.head(),
-            run.hardware.title,
-            _drawn_microbatches(plan),
-            None,
-        )
+        head, hardware, microbatches = run.hardware.head(), run.hardware.title, _drawn_microbatches(plan)
+        measured = None
         on_cluster = run.names_cluster and run.hardware.spec is not None
         pass_times = record.pass_times_on_cluster(plan, run.cluster) if on_cluster else record.pass_times_by_flops(plan)
     picture, ideal = schedule_picture(plan, pass_times, microbatches, hardware, measured)
@@ -174,15 +170,10 @@ def _report(
     if drawn < plan.num_microbatches:
         yield f"drawn with {drawn} of {plan.num_microbatches} micro batches: the rest repeats the middle"
     timelines = [(ideal, 1)] if measured is None else [(ideal, 1), (measured, 1000)]
-    rows = [
-        [
-            "stage",
-            "layers",
-            "forward",
-            "backward",
-            *["computes", "waits", "measured: computes", "waits"][: 2 * len(timelines)],
-        ]
-    ]
+    head = ["stage", "layers", "forward", "backward", "computes", "waits"]
+    if measured is not None:
+        head += ["measured: computes", "waits"]
+    rows = [head]
     for rank in range(pp):
         chunks = range(rank, pp * vpp, pp)
         row = [str(rank), " ".join(format_ranks(plan.stage_layers[stage]) or "none" for stage in chunks)]
