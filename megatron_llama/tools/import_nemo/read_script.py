@@ -117,7 +117,8 @@ def _after(text: str, char: str, at: int) -> int:
 def _end(text: str, at: int, closer: str = "") -> int:
     """Return the end of the word that starts at ``at``, or the position after the ``closer`` of its quote or bracket.
 
-    A missing closer counts as one after the text. An array, and anything in quotes or brackets, is one word. Iterative, for nested brackets.
+    A missing closer counts as one after the text. An array, and anything in quotes or brackets, is one word.
+    Iterative, for nested brackets.
     """
     start, closers = at, [closer] if closer else []
     while at < len(text):
