@@ -18,7 +18,7 @@ import pytest
 from megatron_llama import __main__ as console
 from megatron_llama.system import programs
 from tests.paths import CONF, ROOT
-from tests.processes import run_command
+from tests.processes import run_command, steps
 
 BUILD = "import os, sys, setuptools.build_meta as b; os.write(3, b.build_wheel(sys.argv[1]).encode())"
 
@@ -223,6 +223,13 @@ def run_train_py(tree: Path, *overrides: str) -> tuple[int, str]:
     """The exit status and all output of train.py in ``tree``."""
     done = run_command(sys.executable, "-c", START, *TINY, *overrides, cwd=tree, PYTHONPATH=str(tree))
     return done.returncode, done.stdout + done.stderr
+
+
+def test_a_step_is_trained(trainer: Path, tmp_path: Path) -> None:
+    status, output = run_train_py(trainer, "trainer.steps=1", f"run.dir={tmp_path}/run", "device=cpu")
+    assert status == 0, output
+    assert steps(tmp_path / "run") == [1]
+    assert (tmp_path / "run" / "checkpoints" / "step_00000001").is_dir()
 
 
 def test_a_run_that_does_not_fit_is_refused_with_its_numbers(trainer: Path) -> None:
