@@ -26,6 +26,8 @@ from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.model.inputs import InputBuilder, MicroBatch
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel, Shard, context, replicated_gradients
+from megatron_llama.parallel.exact import gradients
+from megatron_llama.parallel.exact.sums import Tree
 from megatron_llama.parallel.pipeline import TokenTotals
 from megatron_llama.plan import Plan
 from megatron_llama.topology import zigzags
@@ -360,3 +362,32 @@ def logits_of_each_rank_alone(model: ParallelModel) -> None:
 
 def keys_of_each_rank_alone(model: ParallelModel) -> None:
     context.gather_keys = lambda k, division, group: k.repeat(1, 1, group.size(), 1)
+
+
+def other_order_of_blocks(model: ParallelModel) -> None:
+    once = Tree.total
+
+    def swapped(self: Tree, nodes: list[torch.Tensor], *, scatter: bool = False) -> torch.Tensor:
+        # Three blocks and more: the sum of two does not depend on their order.
+        return once(self, [nodes[-1], *nodes[:-1]], scatter=scatter)
+
+    Tree.nodes = lambda self, leaves: [leaf.float() for leaf in leaves]  # type: ignore[method-assign]
+    Tree.total = swapped  # type: ignore[method-assign]
+
+
+def gradients_in_fp32(model: ParallelModel) -> None:
+    exact: gradients.ExactSums = model.replicated  # type: ignore[assignment]
+    for total in exact.totals.values():
+        total.add = _total_in_fp32(total)  # type: ignore[method-assign]
+
+
+def _total_in_fp32(total: gradients.Total) -> object:
+    sums: dict[tuple, torch.Tensor] = {}
+
+    def add(values: torch.Tensor, *where: slice) -> None:
+        key = tuple((part.start, part.stop) for part in where)
+        before = sums.get(key)
+        sums[key] = values.float() if before is None else before + values
+        total._buffer(values.device)[where] = (sums[key] * 2.0**50).to(torch.int64)
+
+    return add

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megatron_llama.devices import get_device
+from tests.layouts import tampers
 from tests.layouts.table import BIAS_EPS, BIASES, EXACT, EXACT_QUICK, exact_rows
-from tests.oracle import TOLERANCE, Result, oracle, run_layout, worst
+from tests.oracle import TOLERANCE, Result, Tamper, oracle, run_layout, worst
 from tests.rows import rows
 
 BF16 = "trainer.precision=bf16"
@@ -86,3 +87,16 @@ def test_results_equal_the_usual_ones_within_rounding() -> None:
     model = *BIASES, BIAS_EPS
     differences = worst(oracle(EXACT, *model), oracle(*model))
     assert all(difference <= TOLERANCE for difference in differences.values()), differences
+
+
+@pytest.mark.parametrize(
+    ("tamper", "layout"),
+    [
+        (tampers.other_order_of_blocks, "trainer.tp=2"),
+        (tampers.gradients_in_fp32, "trainer.zero=1"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_sums_in_another_order_and_rounded_sums_are_detected(tamper: Tamper, layout: str) -> None:
+    expected = run_layout(1, EXACT, steps=1, tamper=tamper)
+    assert differing(run_layout(2, EXACT, layout, steps=1, tamper=tamper), expected)
