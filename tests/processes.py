@@ -281,7 +281,7 @@ def status_of_fork(function: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def run_forked(function: Callable[[], None], stdout: Path, stderr: Path, timeout: float) -> int:
+def run_forked(function: Callable[[], None], stdout: Path, stderr: Path, timeout: float | None) -> int:
     """Run ``function`` in a fork of this process, which writes to these files; return the exit status."""
     check_threads()
     worker = multiprocessing.get_context("fork").Process(target=_with_output, args=(function, stdout, stderr))

@@ -36,8 +36,8 @@ Files = Mapping[str, bytes]
 ANSWERS = (ConfigError, UserError, CorruptFile, RecordError)
 CASE_SECONDS = 10.0
 """CPU time limit of a case."""
-ROUND_SECONDS = 600.0
-"""Wall time of a round, after which the child is killed."""
+SILENCE_SECONDS = 120.0
+"""Wall time without a new case after which the child is killed."""
 SHRINK_SECONDS = 20.0
 """Time limit for minimizing a finding."""
 MEMORY_BYTES = 1 << 30
@@ -74,12 +74,11 @@ def fuzz(target: Target, folder: Path, number: int, cases: int) -> Outcome:
     case, output, counted = folder / "case", folder / "output.txt", folder / "counted"
     counted.touch()
     end = ""
-    try:
-        status = run_forked(partial(_run_cases, target, case, number, cases), output, output, ROUND_SECONDS)
-        if status < 0:
-            end = f"the process was ended by {signal.Signals(-status).name}"
-    except AssertionError:
-        end = f"no end within {ROUND_SECONDS:.0f} s"
+    status = run_forked(partial(_run_cases, target, case, number, cases), output, output, None)
+    if status == -signal.SIGALRM:
+        end = f"no answer in {SILENCE_SECONDS:.0f} s"
+    elif status < 0:
+        end = f"the process was ended by {signal.Signals(-status).name}"
     if end and case.exists():
         shutil.copytree(case, folder / "kept", dirs_exist_ok=True)
     elif (finding := folder / "finding.txt").exists():
@@ -117,6 +116,7 @@ def _run_cases(target: Target, case: Path, number: int, cases: int) -> None:
             os._exit(1)
         with (folder / "counted").open("a") as file:
             file.write(".")
+        signal.setitimer(signal.ITIMER_REAL, SILENCE_SECONDS)  # then SIGALRM kills, in C code too
         shutil.rmtree(case, ignore_errors=True)
         case.mkdir(parents=True)
         for name, content in files.items():
@@ -130,6 +130,7 @@ def _run_cases(target: Target, case: Path, number: int, cases: int) -> None:
             raise
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     try:
         each()
     except BaseException as error:

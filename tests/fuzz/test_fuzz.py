@@ -51,21 +51,21 @@ def _loop(case: Path) -> None:
     ("read", "words"),
     [
         (_refuse, None),
+        (lambda case: time.sleep(0.6), None),
         (lambda case: {}["b"], "KeyError: 'b'"),
         (lambda case: os.kill(os.getpid(), signal.SIGSEGV), "SIGSEGV"),
         (lambda case: os.abort(), "SIGABRT"),
         (lambda case: bytearray(2 << 30), "MemoryError"),
         (_loop, "OutOfTime: more than"),
-        (lambda case: time.sleep(1000), "no end"),
+        (lambda case: time.sleep(1000), "no answer"),
     ],
-    ids=["answers", "exception", "crash", "abort", "memory", "time", "hang"],
+    ids=["answers", "slow round", "exception", "crash", "abort", "memory", "time", "hang"],
 )
 def test_what_is_a_finding(
     read: Callable[[Path], object], words: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "CASE_SECONDS", 0.2)
-    if words == "no end":
-        monkeypatch.setattr(runner, "ROUND_SECONDS", 0.5)
+    monkeypatch.setattr(runner, "SILENCE_SECONDS", 1.5)
     outcome = fuzz(_target(read), tmp_path, 1, 3)
     if words is None:
         assert outcome.finding is None and outcome.cases == 3
