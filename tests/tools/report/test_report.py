@@ -21,6 +21,7 @@ from megatron_llama.corpus.blend import BlendTimeline
 from megatron_llama.launch.starts import Start
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import format_plan
+from megatron_llama.tools.report import curves
 from megatron_llama.tools.report.cli import main, write_report
 from megatron_llama.tools.report.curves import LIMIT, LOSS, MOST_METRICS, Curve, read_run_metrics, smoothed
 from megatron_llama.tools.report.page import render
@@ -293,7 +294,11 @@ def test_many_runs_repeat_the_colors_with_dashes(tmp_path: Path) -> None:
 
 def curve_of(values: list[float], limit: int) -> Curve:
     steps = range(1, len(values) + 1)
-    return Curve(steps, [10 * step for step in steps], {"x": np.array(values)}, limit)
+    curve = Curve(limit)
+    for start in range(0, len(values), 5):
+        some = steps[start : start + 5]
+        curve.add(some, [10 * step for step in some], {"x": np.array(values[start : start + 5])})
+    return curve
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 16, 17, 1000])
@@ -319,10 +324,15 @@ def test_the_mean_over_steps(limit: int) -> None:
 
 
 def test_steps_with_gaps_and_missing_values() -> None:
-    curve = Curve((5, 6, 90, 1000, 10**9), [None] * 5, {"x": np.array([1.0, 1.0, np.nan, 1.0, 1.0])}, limit=4)
+    curve = Curve(limit=4)
+    curve.add((5, 6, 90, 1000, 10**9), [None] * 5, {"x": np.array([1.0, 1.0, np.nan, 1.0, 1.0])})
     assert len(curve.last) <= 4 and curve.last[-1] == 10**9
-    payload = Curve((1, 2, 3), [None] * 3, {"x": np.array([np.nan, 2.0, np.nan])}).payload(["x"])
-    assert payload["series"]["x"] == {"mean": [None, 2.0, None]} and payload["tokens"] == [None] * 3
+    curve = Curve()
+    for step, columns in enumerate(({}, {"x": np.array([2.0])}, {"y": np.array([3.0])}), start=1):
+        curve.add([step], [None], columns)
+    payload = curve.payload(["x", "y"])
+    assert payload["series"] == {"x": {"mean": [None, 2.0, None]}, "y": {"mean": [None, None, 3.0]}}
+    assert payload["tokens"] == [None] * 3
 
 
 def test_curves_are_smoothed_and_keep_spikes() -> None:
@@ -342,7 +352,9 @@ def read(folder: Path, text: str) -> Any:
     return read_run_metrics(folder)
 
 
-def test_totals(tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", [7, curves.BLOCK])
+def test_totals(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curves, "BLOCK", block)
     metrics = read(tmp_path, "".join(lines(60)))
     records = [record(step) for step in range(1, 61)]
     assert metrics.count == 60 and metrics.last == records[-1] and metrics.notes == []
