@@ -142,6 +142,9 @@ class Metrics:
     """Last record."""
     first_loss: float | None = None
     last_validation: float | None = None
+    """Last finite validation loss."""
+    logged_validation: float | None = None
+    """Last validation loss; NaN after a divergence."""
     best_validation: tuple[float, int] | None = None
     """Lowest validation loss and its step."""
     median_speed: float | None = None
@@ -170,6 +173,8 @@ def read_run_metrics(folder: Path) -> Metrics:
             repeated += 1
             continue
         metrics.last = record
+        if is_number(validation := record.get(VALIDATION[0])):
+            metrics.logged_validation = validation
         block.append(record)
         if len(block) == BLOCK:
             reader.add(metrics, block)
@@ -242,8 +247,13 @@ class _Reader:
         return columns
 
 
+def is_number(value: object) -> bool:
+    """Return whether a value of a record is a number, perhaps NaN or infinite."""
+    return type(value) in (int, float)
+
+
 def _is_finite(value: object) -> bool:
-    return type(value) in (int, float) and -1e300 < value < 1e300  # type: ignore[operator]
+    return is_number(value) and -1e300 < value < 1e300  # type: ignore[operator]
 
 
 def _notes(broken: Broken, repeated: int, unknown_losses: int, impossible: int) -> list[str]:

@@ -26,7 +26,7 @@ from megatron_llama.system.signals import JOB_SIGNALS, handle_signals
 from megatron_llama.system.tables import markdown_table, short_count, text_table
 from megatron_llama.tools.common import call_slurm, submit_job
 from megatron_llama.tools.figures import STYLE, as_png
-from megatron_llama.tools.report.curves import LOSS, Curve, Metrics, read_run_metrics, smoothed
+from megatron_llama.tools.report.curves import LOSS, Curve, Metrics, is_number, read_run_metrics, smoothed
 from megatron_llama.tools.sweep.combinations import RUN_DIR, Combination, Sweep, SweepState, combinations
 from megatron_llama.train.metrics_file import METRICS_FILE
 
@@ -206,9 +206,11 @@ def summarize(sweep: Sweep, state: SweepState) -> str:
         folder = sweep.folder / run.name
         started = (folder / METRICS_FILE).is_file()
         metrics = read_run_metrics(folder) if started else Metrics()
-        last, loss, speed = metrics.last, metrics.last_validation, metrics.median_speed
-        numbers = [f"{last['step']:,}" if last else "-", "-" if last.get(LOSS) is None else f"{last[LOSS]:.4f}"]
-        numbers += ["-" if loss is None else f"{loss:.4f}", "-" if speed is None else f"{speed:,.0f}"]
+        last, speed = metrics.last, metrics.median_speed
+        numbers = [f"{last['step']:,}" if last else "-"]
+        losses = (last.get(LOSS), metrics.logged_validation)
+        numbers += [f"{loss:.4f}" if is_number(loss) else "-" for loss in losses]
+        numbers.append("-" if speed is None else f"{speed:,.0f}")
         rows.append([*(run.differing[key] for key in sweep.varied), state[run].description, *numbers])
         if LOSS in metrics.steps.names:
             curves[", ".join(f"{key}={value}" for key, value in run.differing.items())] = metrics.steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from megatron_llama.system.files import locked_folder
 from megatron_llama.tools.sweep import cli
 from megatron_llama.tools.sweep.cli import main
 from megatron_llama.tools.sweep.combinations import combinations
+from megatron_llama.train.metrics_file import METRICS_FILE
 from tests.golden import GoldenFiles
 from tests.processes import losses, run_train_py
 
@@ -100,6 +102,21 @@ def test_a_folder_has_one_sweep_at_a_time(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "sweep.json").write_text('{"runs": [1]}')
     assert main(["-m", *TWO, f"run.dir={tmp_path}"], FakeTrain()) == 2
     assert "sweep.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("value", "cells"), [(math.nan, ["nan", "nan"]), (3, ["3.0000", "3.0000"]), ("x", ["-", "2.0000"])]
+)
+def test_the_table_has_the_last_losses(value: object, cells: list[str], tmp_path: Path) -> None:
+    """A diverged run shows NaN, and a text is no loss."""
+    run = tmp_path / "s" / NAMES[0]
+    run.mkdir(parents=True)
+    records = [{"step": 1, "reduced_train_loss": 2.0, "val_loss": 2.0, "consumed_tokens": 9}]
+    records.append(records[0] | {"step": 2, "reduced_train_loss": value, "val_loss": value})
+    (run / METRICS_FILE).write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main(["-m", *TWO, f"run.dir={tmp_path}/s"], FakeTrain(0, 0)) == 0
+    row = (tmp_path / "s" / "sweep.md").read_text().splitlines()[2]
+    assert row.split(" | ")[2:5] == ["2", *cells]
 
 
 def test_two_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
