@@ -189,8 +189,8 @@ def test_small_models_are_bound_by_the_host() -> None:
 def test_names_that_torch_and_nvidia_smi_print() -> None:
     names = {"NVIDIA H100 80GB HBM3": "h100", "A100-SXM4-80GB": "a100", "nvidia-b200": "b200", "h100_sxm5": "h100"}
     names |= {"a100 40gb": "a100-40gb", "H1000": None, "": None}
-    found = {name: find_device(name) for name in names}
-    assert {name: device and device.name for name, device in found.items()} == names
+    specs = {name: find_device(name) for name in names}
+    assert {name: device and device.name for name, device in specs.items()} == names
 
 
 @pytest.mark.parametrize("name", devices())
