@@ -23,7 +23,7 @@ from megatron_llama.parallel.data_parallel import DataGroups
 from megatron_llama.parallel.exact import layers
 from megatron_llama.parallel.exact.head import ExactHead, HeadSettings
 from megatron_llama.parallel.exact.linear import ColumnMatmul, Context, ExactColumnLinear, ExactRowLinear, RowMatmul
-from megatron_llama.parallel.exact.sums import GradShards, Total, Tree, from_grid
+from megatron_llama.parallel.exact.sums import BITS, LOGP_BITS, GradShards, Total, Tree, from_grid
 from megatron_llama.parallel.groups import Groups
 from megatron_llama.parallel.replicated_gradients import ReplicatedGradients, sum_together
 from megatron_llama.parallel.shards import Shard
@@ -139,4 +139,5 @@ class ExactSums:
             total += part.view(total.shape)
         self.losses.clear()
         dist.all_reduce(total)
-        return from_grid(total // self.replicated.copies_of_loss)
+        bits = LOGP_BITS if self.plan.config.finetune.metrics else BITS
+        return from_grid(total // self.replicated.copies_of_loss, bits)

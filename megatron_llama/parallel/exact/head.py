@@ -16,7 +16,7 @@ from megatron_llama.arch.shapes import loss_chunk
 from megatron_llama.model.loss import Head
 from megatron_llama.parallel.exact.linear import Context, by_node, sequences
 from megatron_llama.parallel.exact.matmuls import aligned
-from megatron_llama.parallel.exact.sums import Total, Tree, add_pairs, from_grid, to_grid
+from megatron_llama.parallel.exact.sums import BITS, LOGP_BITS, Total, Tree, add_pairs, from_grid, to_grid
 
 
 class HeadSettings(NamedTuple):
@@ -32,7 +32,7 @@ class HeadSettings(NamedTuple):
     split: bool
     """Whether the hidden states are split along the sequence (sequence parallelism)."""
     sums: list[Tensor]
-    """Output: a pass appends the sum of its losses, int64 multiples of 2^-50."""
+    """Output: a pass appends the sum of its losses, int64 multiples of 2^-BITS (``ExactHead.total``)."""
 
 
 class _LogitChunk(NamedTuple):
@@ -82,8 +82,9 @@ class ExactHead(Head):
 
     def total(self, values: Tensor) -> Tensor:
         """See ``Head``."""
-        self.how.sums.append(to_grid(values).flatten(1).sum(1))
-        return from_grid(self.how.sums[-1])
+        bits = BITS if self.preference is None else LOGP_BITS
+        self.how.sums.append(to_grid(values, bits).flatten(1).sum(1))
+        return from_grid(self.how.sums[-1], bits)
 
 
 def _chunks(sequence: Tensor, how: HeadSettings) -> Iterator[slice]:

@@ -23,18 +23,20 @@ from megatron_llama.devices.kernels import largest_magnitude, to_fixed_point
 
 BITS = 50
 """Binary digits after the point."""
+LOGP_BITS = 32
+"""The same of preference training, whose sums have log probabilities of answers: thousands of nats."""
 LARGEST = 2.0**12
 """Bound of a sum of absolute values; beyond it the gradients become NaN."""
 
 
-def to_grid(values: Tensor) -> Tensor:
-    """Return floats as multiples of 2^-BITS, int64, truncated."""
-    return to_fixed_point(values, BITS)
+def to_grid(values: Tensor, bits: int = BITS) -> Tensor:
+    """Return floats as multiples of 2^-bits, int64, truncated."""
+    return to_fixed_point(values, bits)
 
 
-def from_grid(total: Tensor) -> Tensor:
-    """Return multiples of 2^-BITS as fp32."""
-    return (total.double() * 2.0**-BITS).float()
+def from_grid(total: Tensor, bits: int = BITS) -> Tensor:
+    """Return multiples of 2^-bits as fp32."""
+    return (total.double() * 2.0**-bits).float()
 
 
 def add_pairs(leaves: Sequence[Tensor]) -> Tensor:

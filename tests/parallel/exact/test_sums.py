@@ -16,7 +16,16 @@ from megatron_llama.optim.norm import _exact_norm
 from megatron_llama.parallel.exact import matmuls
 from megatron_llama.parallel.exact.layers import Heads
 from megatron_llama.parallel.exact.matmuls import ALL, product
-from megatron_llama.parallel.exact.sums import LARGEST, GradShards, Total, Tree, add_pairs, from_grid, to_grid
+from megatron_llama.parallel.exact.sums import (
+    LARGEST,
+    LOGP_BITS,
+    GradShards,
+    Total,
+    Tree,
+    add_pairs,
+    from_grid,
+    to_grid,
+)
 from tests.ranks import run_ranks
 
 
@@ -27,6 +36,7 @@ def test_integer_sums_have_no_order() -> None:
     values = values[values.abs() >= 2.0**-26]
     assert torch.equal(from_grid(to_grid(values)), values)
     assert from_grid(to_grid(torch.tensor(1e-16))) == 0
+    assert from_grid(to_grid(torch.tensor(-1e6), LOGP_BITS), LOGP_BITS) == -1e6
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(1000, 8, generator=generator) * torch.logspace(-12, 0, 1000)[:, None]
     grid = to_grid(values)
