@@ -24,7 +24,7 @@ from megatron_llama.devices.kernels import largest_magnitude, to_fixed_point
 BITS = 50
 """Binary digits after the point."""
 LOGP_BITS = 32
-"""The same of preference training, whose sums have log probabilities of answers: thousands of nats."""
+"""Binary digits in preference training, which adds log probabilities of answers: thousands of nats."""
 LARGEST = 2.0**12
 """Bound of a sum of absolute values; beyond it the gradients become NaN."""
 
