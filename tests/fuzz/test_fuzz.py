@@ -47,11 +47,18 @@ def _loop(case: Path) -> None:
         pass
 
 
+def _use_most_of_the_time(case: Path) -> None:
+    """Each case has the whole time, whatever the cases before it took."""
+    left, _ = signal.getitimer(signal.ITIMER_REAL)
+    assert left > runner.SILENCE_SECONDS / 2
+    signal.setitimer(signal.ITIMER_REAL, runner.SILENCE_SECONDS / 4)
+
+
 @pytest.mark.parametrize(
     ("read", "words"),
     [
         (_refuse, None),
-        (lambda case: time.sleep(0.6), None),
+        (_use_most_of_the_time, None),
         (lambda case: {}["b"], "KeyError: 'b'"),
         (lambda case: os.kill(os.getpid(), signal.SIGSEGV), "SIGSEGV"),
         (lambda case: os.abort(), "SIGABRT"),
@@ -65,7 +72,8 @@ def test_what_is_a_finding(
     read: Callable[[Path], object], words: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "CASE_SECONDS", 0.2)
-    monkeypatch.setattr(runner, "SILENCE_SECONDS", 1.5)
+    if words == "no answer":
+        monkeypatch.setattr(runner, "SILENCE_SECONDS", 1.5)
     outcome = fuzz(_target(read), tmp_path, 1, 3)
     if words is None:
         assert outcome.finding is None and outcome.cases == 3
