@@ -48,7 +48,7 @@ def _loop(case: Path) -> None:
 
 
 def _use_most_of_the_time(case: Path) -> None:
-    """Each case has the whole time, whatever the cases before it took."""
+    """Each case has the whole time, after any time of earlier cases."""
     left, _ = signal.getitimer(signal.ITIMER_REAL)
     assert left > runner.SILENCE_SECONDS / 2
     signal.setitimer(signal.ITIMER_REAL, runner.SILENCE_SECONDS / 4)
