@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
 
-def as_it_is(trainer: Any, dataset: Dataset, *_: Any) -> Dataset:
+def unchanged(trainer: Any, dataset: Dataset, *_: Any) -> Dataset:
     """Return the dataset, which has token ids already."""
     return dataset
 
@@ -39,7 +39,7 @@ arguments = config(
     **{"logging_steps": 1, "report_to": [], "save_strategy": "no", "disable_tqdm": True},
 )
 model = LlamaForCausalLM.from_pretrained(task["model"], dtype=torch.float32)
-prepared = type("Prepared", (trainer_class,), {"_prepare_dataset": as_it_is})
+prepared = type("Prepared", (trainer_class,), {"_prepare_dataset": unchanged})
 trainer = prepared(model, args=arguments, train_dataset=Dataset.from_list(task["examples"]), processing_class=unused)
 trainer.train()
 print(

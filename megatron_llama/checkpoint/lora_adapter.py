@@ -209,14 +209,10 @@ class MergedTensors(Stored):
             whole, size, columns = (offset[0], 0), (size[0], shape[1]), slice(offset[1], offset[1] + size[1])
         base = target.new_empty(size, dtype=torch.float32)
         read = self.base.load_into({name: Rectangles(shape, [(whole, base)])})
-        total = base.clone() if len(adapters) > 1 else base
+        total, is_sum = base, len(adapters) > 1 or adapters[0].weight != 1
         for adapter in adapters:
             values, count = adapter.apply(name, base, whole)
-            total = (
-                values
-                if (len(adapters), adapter.weight) == (1, 1.0)
-                else total.add(values - base, alpha=adapter.weight)
-            )
+            total = total.add(values - base, alpha=adapter.weight) if is_sum else values
             read += count
         target.copy_(total[..., columns])
         return read

@@ -75,9 +75,9 @@ class Examples:
         """Return (ids, mask) of an example's prompt with the answer of the example before, at most ``most`` tokens."""
         (ids, mask), (other_ids, other_mask) = self[number], self[(number - 1) % len(self)]
         start, other = (_answer_start(marks) for marks in (mask, other_mask))
-        room = most - start
-        ids = np.concatenate((ids[:start], other_ids[other:][:room]))
-        return ids, np.concatenate((mask[:start], other_mask[other:][:room]))
+        pairs = ((ids, other_ids), (mask, other_mask))
+        ids, mask = (np.concatenate((prompt[:start], answer[other:]))[:most] for prompt, answer in pairs)
+        return ids, mask
 
     def mismatched_lengths(self, most: int) -> np.ndarray:
         """Return the number of tokens of ``mismatched`` of each example. Reads all masks."""

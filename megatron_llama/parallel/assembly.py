@@ -1,8 +1,8 @@
 """Assembly of a rank's blocks: ``block_parts`` and ``layer_parts`` execute the steps of plan/steps.py.
 
 Each step is a function of a table, except tp and pp, which megatron-core's layers and schedules apply. ``PARTS``
-changes the ``BlockParts`` that constructors take, ``LAYERS`` those of one layer, ``WRAPPERS`` returns functions around
-a block's methods, and ``CHUNKS`` changes a built chunk on the meta device.
+changes the ``BlockParts`` that constructors take, ``LAYERS`` the parts of one layer, ``WRAPPERS`` returns functions
+around a block's methods, and ``CHUNKS`` changes a built chunk on the meta device.
 """
 
 from __future__ import annotations

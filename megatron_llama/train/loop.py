@@ -27,7 +27,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.plan.format_plan import write_config_and_plan
 from megatron_llama.system import phase
 from megatron_llama.topology import Topology
-from megatron_llama.train.metrics import VALIDATION_METRICS, MetricsLogger, validation_metrics
+from megatron_llama.train.metrics import MetricsLogger, named_validation, validation_metrics
 from megatron_llama.train.peak import find_peak
 from megatron_llama.train.reference import add_reference
 from megatron_llama.train.sample_text import continue_prompts
@@ -272,9 +272,4 @@ def validate_set(plan: Plan, model: ParallelModel, batches: Batches) -> dict[str
         instead = "write trainer.val_steps=null to validate on the whole set, or prepare it with answers that have loss"
         raise ConfigError([Problem(field, getattr(plan.config.data, field.removeprefix("data.")), rule, instead)])
     means = (torch.stack(results).cpu().double() * weights[:, None]).sum(dim=0) / weights.sum()
-    loss, *others = means.tolist()
-    if not plan.config.finetune.metrics:
-        return dict(zip(VALIDATION_METRICS, (loss, *others), strict=True))
-    return {"val_loss": loss} | {
-        f"val_{name}": value for name, value in named_metrics(plan.config.finetune, others).items()
-    }
+    return named_validation(plan, means.tolist())

@@ -11,7 +11,7 @@ from contextlib import suppress
 from megatron_llama.arch.flops import mfu, with_random_ltd
 from megatron_llama.config.data_settings import curriculum_metrics, validation_sets
 from megatron_llama.devices import Peak
-from megatron_llama.model.preference import reported_metrics
+from megatron_llama.model.preference import named_metrics, reported_metrics
 from megatron_llama.parallel.compiling import may_compile
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import BatchSchedule, difficulties_at
@@ -62,6 +62,15 @@ def validation_metrics(plan: Plan) -> tuple[str, ...]:
     """Return the metrics of a validation set, in order."""
     metrics = reported_metrics(plan.config.finetune)
     return ("val_loss", *(f"val_{name}" for name in metrics)) if metrics else VALIDATION_METRICS
+
+
+def named_validation(plan: Plan, means: Sequence[float]) -> dict[str, float]:
+    """Return a validation set's means by the names of ``validation_metrics``."""
+    finetune = plan.config.finetune
+    if not finetune.metrics:
+        return dict(zip(VALIDATION_METRICS, means, strict=True))
+    loss, *others = means
+    return {"val_loss": loss, **{f"val_{name}": value for name, value in named_metrics(finetune, others).items()}}
 
 
 def metric_names(plan: Plan) -> list[str]:

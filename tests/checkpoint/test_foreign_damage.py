@@ -6,7 +6,6 @@ import argparse
 import io
 import os
 import pickle
-import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -157,14 +156,12 @@ def test_chunks_cover_a_tensor_once(chunks: list[Any], words: str) -> None:
 
 
 def test_many_chunks_take_linear_time() -> None:
-    """A comparison of all pairs of these chunks, of which no two overlap, takes minutes."""
+    """No two chunks overlap: comparing all pairs would exceed the time limit of a test."""
     count = 20_000
-    begin = time.monotonic()
     with raises_with_message(CorruptFile, f"has {count * (count + 1) // 2} of {count**2} values of w"):
         check_cover("w", (count, count), [((at, at), (count - at, 1)) for at in range(count)])
     with raises_with_message(CorruptFile, "40 dimensions"):
         check_cover("w", (1,) * 40, [((0,) * 40, (1,) * 40)])
-    assert time.monotonic() - begin < 20
 
 
 def test_a_scalar_has_one_chunk() -> None:

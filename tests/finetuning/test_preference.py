@@ -63,6 +63,35 @@ def settings(folder: Path, world: World, *more: str) -> list[str]:
     return [*data, "data.split='1,0,0'", "finetune.objective=dpo", "finetune.beta=0.5", *world.full, *more]
 
 
+def logp(llama: Any, side: tuple[list[int], list[int]]) -> torch.Tensor:
+    ids, mask = torch.tensor(side[0]), torch.tensor(side[1])
+    logps = llama(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+    return (logps.gather(1, ids[1:, None])[:, 0] * mask[1:]).sum()
+
+
+def kto(llamas: Any, finetune: FinetuneConfig, sides: Any, numbers: list[int]) -> tuple[torch.Tensor, list[float]]:
+    """KTO's loss of a batch by the trained and the initial model, and the means of its metrics."""
+    ratios, changes = [], []
+    for number in numbers:
+        (ids, mask), (other, marks) = sides[number], sides[number - 1]
+        prompt, answer = ids[: mask.index(1)], other[marks.index(1) :]
+        mismatched = (prompt + answer, [0] * len(prompt) + [1] * len(answer))
+        for values, side in ((ratios, (ids, mask)), (changes, mismatched)):
+            values.append([logp(llama, side) for llama in llamas])
+    kl = torch.stack([ours - before for ours, before in changes]).mean().clamp(min=0).detach()
+    losses, shown = [], {True: [], False: []}
+    for number, (ours, before) in zip(numbers, ratios, strict=True):
+        reward, desirable = finetune.beta * (ours - before), number % 5 > 0
+        margin = (reward - finetune.beta * kl) * (1 if desirable else -1)
+        factor = finetune.desirable_weight if desirable else finetune.undesirable_weight
+        losses.append(factor * (1 - torch.sigmoid(margin)))
+        shown[desirable].append(torch.stack((reward, ours)))
+    sums = [torch.stack([torch.zeros(2), *shown[label]]).sum(0) / len(numbers) for label in (True, False)]
+    shares = [len(shown[label]) / len(numbers) for label in (True, False)]
+    rewards, logps = zip(*sums, strict=True)
+    return torch.stack(losses).mean(), [float(value) for value in (*rewards, *logps, *shares, kl)]
+
+
 def theirs(rank: int, plan: Plan, base: Path) -> Tuned:
     """Full training by transformers and torch.optim. Each answer has a separate forward pass."""
     model: Any = their_base(base)
@@ -71,36 +100,11 @@ def theirs(rank: int, plan: Plan, base: Path) -> Tuned:
     finetune, size = plan.config.finetune, plan.config.trainer.global_batch_size
     metrics_of_steps = []
 
-    def logp(llama: Any, side: tuple[list[int], list[int]]) -> torch.Tensor:
-        ids, mask = torch.tensor(side[0]), torch.tensor(side[1])
-        logps = llama(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
-        return (logps.gather(1, ids[1:, None])[:, 0] * mask[1:]).sum()
-
     def kto_loss_of(model: Any, plan: Plan, step: int) -> torch.Tensor:
-        sides = [side for pair in pairs for side in pair]
         numbers = [n for index in range(step * size, (step + 1) * size) for n in train.order.examples(index)]
-        ratios, changes = [], []
-        for number in numbers:
-            (ids, mask), (other, marks) = sides[number], sides[number - 1]
-            answer = [token for token, has_loss in zip(other, marks, strict=True) if has_loss]
-            prompt = ids[: mask.index(1)]
-            mismatched = (prompt + answer, [0] * len(prompt) + [1] * len(answer))
-            for values, side in ((ratios, (ids, mask)), (changes, mismatched)):
-                values.append([logp(llama, side) for llama in (model, reference)])
-        kl = torch.stack([ours - before for ours, before in changes]).mean().clamp(min=0).detach()
-        losses, shown = [], {True: [], False: []}
-        for number, (ours, before) in zip(numbers, ratios, strict=True):
-            reward = finetune.beta * (ours - before)
-            desirable = number % 5 > 0
-            margin = (reward - finetune.beta * kl) * (1 if desirable else -1)
-            factor = finetune.desirable_weight if desirable else finetune.undesirable_weight
-            losses.append(factor * (1 - torch.sigmoid(margin)))
-            shown[desirable].append(torch.stack((reward, ours)))
-        sums = [torch.stack([torch.zeros(2), *shown[label]]).sum(0) / len(numbers) for label in (True, False)]
-        shares = [len(shown[label]) / len(numbers) for label in (True, False)]
-        rewards, logps = zip(*sums, strict=True)
-        metrics_of_steps.append([float(value) for value in (*rewards, *logps, *shares, kl)])
-        return torch.stack(losses).mean()
+        loss, metrics = kto((model, reference), finetune, [side for pair in pairs for side in pair], numbers)
+        metrics_of_steps.append(metrics)
+        return loss
 
     def loss_of(model: Any, plan: Plan, step: int) -> torch.Tensor:
         values = []
@@ -135,9 +139,8 @@ def theirs(rank: int, plan: Plan, base: Path) -> Tuned:
 
 def assert_near(ours: Tuned, other: Tuned) -> None:
     for name in ("losses", "norms", "metrics"):
-        torch.testing.assert_close(
-            torch.tensor(getattr(ours, name)), torch.tensor(getattr(other, name)), rtol=TOLERANCE, atol=TOLERANCE
-        )
+        values, expected = (torch.tensor(getattr(tuned, name)) for tuned in (ours, other))
+        torch.testing.assert_close(values, expected, rtol=TOLERANCE, atol=TOLERANCE)
     assert ours.trained.keys() == other.trained.keys()
     assert max(distance(tensor, other.trained[name]) for name, tensor in ours.trained.items()) <= TOLERANCE
 
