@@ -149,7 +149,7 @@ def test_virtual_stages_are_candidates() -> None:
 PAGE = ROOT / "docs" / "results" / "longest_sequences.md"
 
 
-MACHINES = {"h100": "8 H100 80GB", "trn2": "16 Trainium 2"}
+MACHINES = {"a100": "8 A100 80GB", "trn2": "16 Trainium 2"}
 
 
 def rows_of_page(machine: str) -> dict[tuple[str, ...], list[str]]:
@@ -159,7 +159,7 @@ def rows_of_page(machine: str) -> dict[tuple[str, ...], list[str]]:
     return {tuple(row[:4]): row[4:] for row in rows}
 
 
-@pytest.mark.parametrize("machine", ["h100", "trn2"])
+@pytest.mark.parametrize("machine", ["a100", "trn2"])
 def test_the_page_is_the_forecast(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeRO 3 with full recomputation, within 10 %."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -171,7 +171,7 @@ def test_the_page_is_the_forecast(machine: str, tmp_path: Path, monkeypatch: pyt
     assert len(rows) == 4, "two methods, with and without context parallelism"
     for row in rows:
         expected = page[tuple(row[:4])]
-        assert len(expected) == len(row) - 4 == (4 if machine == "h100" else 7)
+        assert len(expected) == len(row) - 4 == (4 if machine == "a100" else 7)
         for text, other in zip(row[4:], expected, strict=True):
             tokens, published = (int(each.replace(",", "").replace("-", "0")) for each in (text, other))
             assert tokens == pytest.approx(published, rel=0.1)
