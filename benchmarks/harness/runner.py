@@ -25,8 +25,8 @@ import torch
 
 from benchmarks.harness.environments import BENCH_DIR, OURS, ROOT, Peer
 from benchmarks.harness.task import Facts, TrainingTask, checksum
+from megatron_llama.devices.private_folder import make_private
 from megatron_llama.system.errors import MachineError
-from megatron_llama.system.private_folder import make_private
 from megatron_llama.system.signals import exit_with_parent
 from megatron_llama.topology import AXIS_NAMES
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.devices.private_folder import exposure, make_private
 from megatron_llama.devices.processor import instruction_set
 from megatron_llama.system.files import process_folder, user_cache
-from megatron_llama.system.private_folder import exposure, make_private
 
 if TYPE_CHECKING:
     from megatron_llama.config import Config

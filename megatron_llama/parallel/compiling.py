@@ -27,11 +27,11 @@ from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device
 from megatron_llama.devices.compile_cache import check_private, compile_folder, confine_inductor
+from megatron_llama.devices.private_folder import make_private
 from megatron_llama.parallel.async_tp import NotOverlapped, Overlap, enable_async_overlap, no_overlap_error
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import curriculum_lengths
 from megatron_llama.system.files import file_lock, write_atomically
-from megatron_llama.system.private_folder import make_private
 from megatron_llama.system.tables import plural
 
 REPORT_FILE = "compile.json"

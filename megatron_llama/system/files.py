@@ -12,10 +12,15 @@ import json
 import os
 import shutil
 import stat
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO
+
+from megatron_llama.system.object_store import THREADS, Location, RemotePath
 
 if TYPE_CHECKING:
     import yaml
@@ -56,12 +61,15 @@ def atomic_open(path: Path, *, private: bool = False) -> Iterator[IO[bytes]]:
             draft.unlink()
 
 
-def write_atomically(path: Path, content: str | bytes, *, private: bool = False) -> None:
+def write_atomically(path: Location, content: str | bytes, *, private: bool = False) -> None:
     """Replace ``path`` atomically by a file with this content (text in UTF-8). Raises OSError.
 
     Args:
         private: As in ``atomic_open``.
     """
+    if isinstance(path, RemotePath):
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return
     with atomic_open(path, private=private) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
@@ -83,13 +91,17 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+_REPORTED_BYTES = 100 << 20
+"""Downloads above this size are reported on stderr."""
 MAX_WHOLE_BYTES = 1 << 30
 """Size limit of a file that is read at once: more than any tokenizer or manifest has, less than a host's memory."""
 
 
-def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
+def open_regular(path: Location, *, follow: bool = True) -> BinaryIO:
     """Open a regular file for reading. Raises OSError, also for pipes and devices, which could block forever, and
     without ``follow`` for links."""
+    if isinstance(path, RemotePath):
+        return path.open()
     if not follow and path.is_symlink():
         raise OSError(errno.ELOOP, "is a link", str(path))
     more = os.O_NONBLOCK if follow else os.O_NONBLOCK | os.O_NOFOLLOW
@@ -100,15 +112,23 @@ def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
     return file
 
 
-def read_whole(path: Path, most: int = MAX_WHOLE_BYTES, *, follow: bool = True) -> bytes:
+def read_whole(path: Location, most: int = MAX_WHOLE_BYTES, *, follow: bool = True) -> bytes:
     """Return the content of a regular file of at most ``most`` bytes. Raises OSError, without ``follow`` for links."""
+    if isinstance(path, RemotePath):
+        _check_size(path, path.facts().size, most)
+        return path.read_bytes()
     with open_regular(path, follow=follow) as file:
-        if (size := os.fstat(file.fileno()).st_size) > most:
-            raise OSError(errno.EFBIG, f"has {size:,} bytes; the limit is {most:,}", str(path))
+        size = os.fstat(file.fileno()).st_size
+        _check_size(path, size, most)
         return file.read(size)
 
 
-def read_json(path: Path, most: int = MAX_WHOLE_BYTES, *, follow: bool = True) -> Any:
+def _check_size(path: Location, size: int, most: int) -> None:
+    if size > most:
+        raise OSError(errno.EFBIG, f"has {size:,} bytes; the limit is {most:,}", str(path))
+
+
+def read_json(path: Location, most: int = MAX_WHOLE_BYTES, *, follow: bool = True) -> Any:
     """Return the value in a JSON file. Raises OSError, and ValueError if it is not JSON or nested too deeply."""
     try:
         return json.loads(read_whole(path, most, follow=follow))
@@ -129,6 +149,52 @@ def user_cache(name: str) -> str:
     """Return the path of a cache folder below XDG_CACHE_HOME or ~/.cache; it may not exist yet."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser(os.path.join("~", ".cache"))
     return os.path.join(home, "megatron_llama", name)
+
+
+def mirror(remote: RemotePath, patterns: Sequence[str] = ("*",)) -> Path:
+    """Return the local copy of an object, or of the objects of a folder (not of folders in it), in the user's cache.
+
+    Downloads what is missing there or has changed in the store; other processes of the host wait for it.
+
+    Args:
+        patterns: Names of a folder's objects, as in fnmatch.
+
+    Raises:
+        FileNotFoundError: There is no such object or folder.
+        OSError: The store does not answer, or the disk is full.
+    """
+    is_file = remote.is_file()
+    source = remote.parent if is_file else remote
+    objects = (
+        {remote.name: remote.facts()} if is_file else {name: f for name, f in remote.files().items() if "/" not in name}
+    )
+    chosen = {
+        name: facts for name, facts in objects.items() if is_file or any(fnmatch(name, each) for each in patterns)
+    }
+    if not objects:
+        raise FileNotFoundError(errno.ENOENT, "there is no such object or folder", remote.url)
+    folder = Path(user_cache("objects")) / f"{hashlib.sha256(remote.url.encode()).hexdigest()[:12]}-{remote.name}"
+    with file_lock(folder / ".lock"):
+        versions = folder / ".versions.json"
+        known = read_json(versions) if versions.exists() else {}
+        missing = [n for n, f in chosen.items() if known.get(n) != f.version or not (folder / n).is_file()]
+        size, free = sum(chosen[name].size for name in missing), shutil.disk_usage(folder).free
+        if size > free:
+            raise OSError(errno.ENOSPC, f"needs {size:,} bytes, and {free:,} are free", str(folder))
+        if size > _REPORTED_BYTES:
+            sys.stderr.write(f"downloading {remote} to {folder}: {size / 2**30:.1f} GiB\n")
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda name: _download(source / name, folder / name, chosen[name].size), missing))
+        write_atomically(versions, json.dumps({**known, **{name: facts.version for name, facts in chosen.items()}}))
+    return folder / remote.name if is_file else folder
+
+
+def _download(remote: RemotePath, path: Path, size: int) -> None:
+    draft = path.with_name(f".{path.name}{DRAFT}")
+    remote.download(draft)
+    if (received := draft.stat().st_size) != size:
+        raise OSError(errno.EIO, f"the store sent {received:,} of {size:,} bytes", remote.url)
+    os.replace(draft, path)
 
 
 def try_lock(file: IO[Any] | int, *, shared: bool = False) -> bool | None:

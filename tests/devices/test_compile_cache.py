@@ -122,7 +122,7 @@ def test_only_a_named_cache_in_the_home_of_another_user_is_rejected(
         status = real(path, **options)
         return os.stat_result((*status[:4], 12345, *status[5:])) if Path(path) == home else status
 
-    monkeypatch.setattr("megatron_llama.system.private_folder.os.lstat", of_another_user)
+    monkeypatch.setattr("megatron_llama.devices.private_folder.os.lstat", of_another_user)
     plan = plan_with(home / "cache") if named else make_plan(1, "trainer.compile=true")
     if named:
         with raises_with_message(ConfigError, "belongs to another user"):

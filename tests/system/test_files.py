@@ -20,8 +20,10 @@ from megatron_llama.checkpoint.manifest import NAME, read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config.hf_config import read_hf_config
 from megatron_llama.corpus.indexed_format import IndexedDataset, read_index
+from megatron_llama.devices import private_folder
+from megatron_llama.devices.private_folder import exposure, make_private
 from megatron_llama.launch.run_dir import claim_run_dir
-from megatron_llama.system import files, private_folder
+from megatron_llama.system import files
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import (
     FolderTaken,
@@ -36,7 +38,6 @@ from megatron_llama.system.files import (
     unlock,
     write_atomically,
 )
-from megatron_llama.system.private_folder import exposure, make_private
 from megatron_llama.text.chat_template import load_own_template
 from megatron_llama.text.tokenizer import read_settings, read_tokenizer_json, vocabulary_size
 from megatron_llama.tools.compare.logs import read_log

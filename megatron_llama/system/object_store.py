@@ -1,0 +1,241 @@
+"""Files in object stores, by URL (s3://bucket/folder/name), through fsspec. Imports it only when a URL is used.
+
+An object is written by one request, so it is either complete or absent; no request leaves a part behind that costs
+space. Credentials come from the provider's own chain (environment, files, instance), never from a setting.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import random
+import re
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from megatron_llama.system.installed import pip_install
+
+_URL = re.compile(r"[a-z][a-z0-9+]*://(?P<path>.+)", re.DOTALL)
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+"""Extras of this project by the protocols that their packages serve."""
+_DELAYS = (0.5, 1.0, 2.0)
+"""Seconds before a failed request is sent again; fsspec's file systems also have retries of their own."""
+THREADS = 8
+"""Requests that are sent at the same time for many objects."""
+_READ_BYTES = 8 << 20
+"""Bytes per request of a file that is read in small pieces."""
+T = TypeVar("T")
+
+
+def is_url(text: str) -> bool:
+    """Return whether ``text`` is the URL of an object, such as s3://bucket/name."""
+    return bool(_URL.fullmatch(text))
+
+
+@dataclass(frozen=True)
+class ObjectFacts:
+    """Size and version of an object."""
+
+    size: int
+    """Bytes."""
+    version: str
+    """The store's ETag, or another text that differs after a change."""
+
+
+class RemotePath:
+    """A file or folder of an object store, with the part of pathlib's interface that an object store has.
+
+    All methods that send requests raise OSError with the URL as file name, after retries of what can be temporary.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Raises ValueError unless ``url`` has a protocol and a path, and no user name or query."""
+        match = _URL.fullmatch(url)
+        if match is None or re.search(r"[@?#]|/\.{1,2}(/|$)", match["path"]):
+            raise ValueError("must be a URL without credentials, such as s3://bucket/folder")
+        self.url = url.rstrip("/")
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __repr__(self) -> str:
+        return f"RemotePath({self.url!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemotePath) and other.url == self.url
+
+    def __hash__(self) -> int:
+        return hash(self.url)
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(f"{self.url}/{name}")
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return PurePosixPath(self.url).name
+
+    @property
+    def parent(self) -> RemotePath:
+        """The folder of the file."""
+        return RemotePath(self.url.rpartition("/")[0])
+
+    def with_name(self, name: str) -> RemotePath:
+        """Return another file of the same folder."""
+        return self.parent / name
+
+    def absolute(self) -> RemotePath:
+        """Return itself."""
+        return self
+
+    def facts(self) -> ObjectFacts:
+        """Return size and version. Raises FileNotFoundError if there is no such object."""
+        info = self._retried(lambda system, path: system.info(path, refresh=True))
+        if info["type"] != "file":
+            raise FileNotFoundError(errno.ENOENT, "is a folder", self.url)
+        return _facts(info)
+
+    def is_file(self) -> bool:
+        """Return whether there is an object with this name."""
+        try:
+            return self.facts().size >= 0
+        except FileNotFoundError:
+            return False
+
+    def read_bytes(self, start: int = 0, end: int | None = None) -> bytes:
+        """Return the object's bytes from ``start`` to ``end`` (exclusive; None: to its end)."""
+
+        def read(system: Any, path: str) -> bytes:
+            content: bytes = system.cat_file(path, start=start or None, end=end)
+            if end is not None and len(content) != end - start:
+                raise OSError(errno.EIO, f"the store sent {len(content):,} of {end - start:,} bytes", self.url)
+            return content
+
+        return b"" if end is not None and end <= start else self._retried(read)
+
+    def write_bytes(self, content: bytes) -> None:
+        """Write or replace the object by one request."""
+        self._retried(lambda system, path: system.pipe_file(path, content, **_whole(system, len(content))))
+
+    def open(self) -> io.BufferedReader:
+        """Open the object to read; each request reads 8 MiB, or what is asked for if that is more."""
+        return io.BufferedReader(_Ranges(self), _READ_BYTES)
+
+    def files(self) -> dict[str, ObjectFacts]:
+        """Return all objects below this folder, by their names relative to it."""
+
+        def listed(system: Any, path: str) -> dict[str, ObjectFacts]:
+            system.invalidate_cache()
+            every = system.find(path, detail=True)
+            return {name[len(path) :].lstrip("/"): _facts(info) for name, info in every.items() if name != path}
+
+        try:
+            return self._retried(listed)
+        except FileNotFoundError:
+            return {}
+
+    def delete(self) -> None:
+        """Delete the object if it is there."""
+        try:
+            self._retried(lambda system, path: system.rm_file(path))
+        except FileNotFoundError:
+            pass
+
+    def delete_files(self, names: Iterable[str]) -> None:
+        """Delete objects below this folder."""
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda name: (self / name).delete(), names))
+
+    def copy_to(self, other: RemotePath) -> None:
+        """Copy the object within its store."""
+        self._retried(lambda system, path: system.cp_file(path, system._strip_protocol(other.url)))
+
+    def download(self, path: Path) -> None:
+        """Write the object to a local file."""
+        self._retried(lambda system, remote: system.get_file(remote, str(path)))
+
+    def _retried(self, request: Callable[[Any, str], T]) -> T:
+        for delay in (*_DELAYS, None):
+            try:
+                return request(*_file_system(self.url))
+            except (FileNotFoundError, PermissionError, ImportError) as error:
+                if isinstance(error, ImportError):
+                    raise
+                if isinstance(error, FileNotFoundError):
+                    raise FileNotFoundError(errno.ENOENT, "there is no such object", self.url) from error
+                raise PermissionError(errno.EACCES, "the store denies the access", self.url) from error
+            except Exception as error:  # of the file system's HTTP library
+                if delay is None:
+                    raise OSError(errno.EIO, _reason(error), self.url) from error
+                time.sleep(delay * random.uniform(0.5, 1))
+        raise AssertionError
+
+
+Location = Path | RemotePath
+"""A path on this host or in an object store."""
+
+
+class _Ranges(io.RawIOBase):
+    """An object as an unbuffered file."""
+
+    def __init__(self, path: RemotePath) -> None:
+        self.name, self._path = path.url, path
+        self._size, self._position = path.facts().size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = (0, self._position, self._size)[whence] + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._position + len(buffer), self._size)
+        content = self._path.read_bytes(self._position, end)
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+
+def missing_package(url: str) -> tuple[str, str] | None:
+    """Return why the store of a URL cannot be used, and the remedy; None if it can."""
+    protocol = url.partition("://")[0]
+    try:
+        _file_system(url)
+    except ImportError:
+        extra = _EXTRAS.get(protocol)
+        return "needs a package that is not installed", pip_install(extra=extra) if extra else f"install {protocol}"
+    except ValueError:
+        return f"has the unknown protocol {protocol}", f"write one of: {', '.join(sorted(_EXTRAS))}"
+    except Exception as error:  # of the file system: no credentials, a bad endpoint
+        return f"cannot be opened: {_reason(error)}", "set the provider's credentials"
+    return None
+
+
+def _facts(info: dict[str, Any]) -> ObjectFacts:
+    version = next((info[key] for key in ("ETag", "etag", "md5Hash", "mtime", "created") if info.get(key)), "")
+    return ObjectFacts(info["size"], str(version))
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system and the path in it; fsspec caches file systems by process."""
+    import fsspec
+
+    system, path = fsspec.core.url_to_fs(url)
+    return system, path
+
+
+def _whole(system: Any, size: int) -> dict[str, int]:
+    """Return the option by which s3fs sends an object by one request."""
+    return {"chunksize": max(size, 1) * 2} if "s3" in system.protocol else {}
+
+
+def _reason(error: BaseException) -> str:
+    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().splitlines()[0]
