@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import pickle
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from omegaconf import DictConfig
@@ -27,7 +29,12 @@ import tqdm  # noqa: E402
 torch.set_num_threads(1)
 # Progress bars of transformers would start a thread that stays.
 tqdm.tqdm.monitor_interval = 0
+if TYPE_CHECKING:
+    from tests.object_store import Store
+
 SLOW_SECONDS = 900
+BUCKETS = itertools.count()
+"""Numbers of the buckets of tests."""
 # Folders with long files, because their tests start ranks or commands. `make test` gives whole files to three workers
 # in this order, so that no worker begins a long file when the others are idle.
 LONG_FOLDERS = (
@@ -92,6 +99,31 @@ def compiled_here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     folder = shared_folder(tmp_path_factory) / "compiled"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+
+
+@pytest.fixture(scope="session")
+def object_server() -> Iterator[int]:
+    """Run an S3 store on loopback, in a process (tests/object_store.py)."""
+    pytest.importorskip("moto")
+    pytest.importorskip("s3fs")
+    from tests.object_store import object_server
+
+    with object_server() as port:
+        yield port
+
+
+@pytest.fixture
+def store(object_server: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Store:
+    """A new bucket of the store, its environment, and an empty cache folder."""
+    import s3fs
+
+    from tests.object_store import new_bucket
+
+    store = new_bucket(object_server, f"bucket{next(BUCKETS)}")
+    for name, value in {**store.environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    return store
 
 
 def pytest_configure(config: pytest.Config) -> None:
