@@ -68,18 +68,15 @@ def test_a_group_has_the_ranks_that_differ_along_its_axes_alone(axes: tuple[Axis
 def test_each_axis_has_its_place_in_groups_and_products() -> None:
     """Without cp only sequence parallelism divides a sequence."""
     grid = Grid({"tp": 2, "cp": 3, "dp": 5, "pp": 7})
-    assert (grid.world_size, grid.ranks_per_replica) == (210, 42)
-    assert [grid.stride(name) for name in grid.sizes] == [1, 2, 6, 30]
-    assert grid.ranks(209, "cp") == [205, 207, 209]
+    assert grid.ranks_per_replica == 42
     assert grid.same_weights == ("cp", "dp"), "gradients are summed over both, and ZeRO shards over both"
     assert grid.same_tokens == ("tp", "pp")
-    assert grid.product(*grid.same_weights) == 15 and grid.product(*grid.same_tokens) == 14
     assert grid.share("samples", 30) == 6 and grid.share("layers", 14) == 2 and grid.share("matrices", 8) == 4
     assert grid.share("tokens", 12) == 4, "each context-parallel rank has a part of the sequence"
     assert grid.share("activations", 12) == 2, "and under sequence parallelism tensor-parallel ranks divide that"
     grid = Grid({"tp": 2, "dp": 5, "pp": 7}, WITHOUT_CP)
     assert grid.share("tokens", 12) == 12 and grid.share("activations", 12) == 6
-    assert grid.divisor("samples") == 5 and grid.product(*grid.same_tokens) == 14
+    assert grid.divisor("samples") == 5
     assert Grid({"tp": 3, "cp": 1, "dp": 1, "pp": 1}).sequence_unit(sp=False) == 1
     assert Grid({"tp": 3, "cp": 1, "dp": 1, "pp": 1}).sequence_unit(sp=True) == 3
     assert Grid({"tp": 3, "cp": 4, "dp": 1, "pp": 1}).sequence_unit(sp=False) == 8

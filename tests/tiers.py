@@ -107,7 +107,6 @@ ROWS: dict[str, tuple[str, ...]] = {
         "2-layout3",
     ),
     "optim/test_muon.py::test_update_is_torch_muons": ("match_rms_adamw",),
-    "optim/test_new_optimizer.py::test_a_layout_trains_as_one_process_does": (),
     "optim/test_new_optimizer.py::test_it_trains_and_resumes_bit_identically": ("fp32",),
     "optim/test_onebit_adam.py::test_copies_stay_equal_and_the_loss_falls": ("dp2",),
     "parallel/test_data_parallel.py::test_a_run_is_bit_identical_to_fully_shards": ("1-layout0", "2-layout3"),

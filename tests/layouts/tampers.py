@@ -5,19 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import RowParallelLinear
 
 import megatron_llama.model.loss as loss
 import megatron_llama.model.norm as norm
-import megatron_llama.optim.muon as muon
 import megatron_llama.optim.norm as optim_norm
-import megatron_llama.optim.qk_clip as qk_clip
 import megatron_llama.parallel.parallelize as parallelize
 from megatron_llama.data.batches import Batches
 from megatron_llama.devices import HOST, device_named, torch_attention
@@ -25,12 +21,11 @@ from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.model.inputs import InputBuilder, MicroBatch
 from megatron_llama.optim import Optimizer
-from megatron_llama.parallel import ParallelModel, Shard, context, replicated_gradients
+from megatron_llama.parallel import ParallelModel, Shard, context
 from megatron_llama.parallel.exact import gradients
 from megatron_llama.parallel.exact.sums import Tree
 from megatron_llama.parallel.pipeline import TokenTotals
 from megatron_llama.plan import Plan
-from megatron_llama.topology import zigzags
 from tests.parallel.symmetric_memory import wrong_pieces
 
 
@@ -40,41 +35,6 @@ def no_sequence_parallel_sum(model: ParallelModel) -> None:
 
 def no_kv_copy_sum(model: ParallelModel) -> None:
     model.replicated.kv_group = None
-
-
-def no_kv_copy_sum_of_the_norm(model: ParallelModel) -> None:
-    replicated_gradients.KV_HEADS = tuple(name for name in replicated_gradients.KV_HEADS if name != "k_norm")
-
-
-def no_sequence_parallel_sum_of_biases(model: ParallelModel) -> None:
-    is_replicated = model.replicated.is_replicated
-    model.replicated.is_replicated = lambda name: not name.endswith(".bias") and is_replicated(name)  # type: ignore
-
-
-def bias_of_each_rank(model: ParallelModel) -> None:
-    """Every rank adds the bias to its part of the sum."""
-    for module in model.chunks[0].modules():
-        if isinstance(module, RowParallelLinear):
-            module.register_forward_hook(lambda layer, _, output: (output[0] + layer.bias, output[1]))
-
-
-def mean_squares_of_each_rank_alone(model: ParallelModel) -> None:
-    mean = norm.mean_over_ranks
-    norm.mean_over_ranks = lambda x, group: mean(x, group if torch._C._current_graph_task_id() >= 0 else None)
-
-
-def gradients_of_mean_squares_of_each_rank_alone(model: ParallelModel) -> None:
-    mean = norm.mean_over_ranks
-    norm.mean_over_ranks = lambda x, group: mean(x, None if torch._C._current_graph_task_id() >= 0 else group)
-
-
-def norms_before_the_branches(model: ParallelModel) -> None:
-    def forward(block: Any, x: torch.Tensor, *inputs: Any) -> torch.Tensor:
-        h = x + block.self_attn(block.post_attention_layernorm(x), *inputs)
-        return h + block.mlp(block.post_feedforward_layernorm(h))
-
-    for block in model.chunks[0].layers.values():
-        block.forward = partial(forward, block)
 
 
 def no_tied_sum(model: ParallelModel) -> None:
@@ -268,14 +228,6 @@ def documents_begin_one_token_late(model: ParallelModel) -> None:
     )
 
 
-def window_of_one_token_more(model: ParallelModel) -> None:
-    for chunk in model.chunks:
-        inputs = chunk.build_inputs
-        window = inputs.model.sliding_window
-        assert window is not None
-        inputs.model = replace(inputs.model, sliding_window=window + 1)
-
-
 def compiled_gradients_of_one_token_more(model: ParallelModel) -> None:
     """Break the window's gradient only; the forward pass stays correct."""
     call = cpu_attention._call
@@ -286,50 +238,6 @@ def compiled_gradients_of_one_token_more(model: ParallelModel) -> None:
         call(name, tensors, *shape, earlier)
 
     cpu_attention._call = changed
-
-
-def blocks_without_global_ones(model: ParallelModel) -> None:
-    for chunk in model.chunks:
-        inputs = chunk.build_inputs
-        sparse = inputs.model.sparse_attention
-        assert sparse is not None
-        inputs.model = replace(inputs.model, sparse_attention=replace(sparse, num_global_blocks=0))
-
-
-def chunks_in_plain_order(model: ParallelModel) -> None:
-    """Attention places a context-parallel rank's queries one after another, not in zig-zag order."""
-
-    def plain(size: int, length: int, *_: Any) -> tuple[tuple[range, ...], ...]:
-        return tuple((range(rank * length // size, (rank + 1) * length // size),) for rank in range(size))
-
-    context.divide = plain
-
-
-def matrices_of_each_rank_alone(model: ParallelModel) -> None:
-    """Each tensor-parallel rank orthogonalizes its part of a matrix (Megatron-LM issue 7117)."""
-
-    def alone(self: muon.Muon, owners: dict[int, str], matrix: torch.Tensor | None) -> Iterator[tuple]:
-        for name in owners.values():
-            (part,) = self._momenta(name, None)
-            for held in self._held[name]:
-                yield held, muon.orthogonalized(part.view(held.rectangle.size))
-
-    muon.Muon._scatter = alone  # type: ignore[method-assign]
-
-
-def documents_in_zigzag_order(model: ParallelModel) -> None:
-    """Attention assumes the order of sequences without documents."""
-    context.divide = lambda size, length, *_: zigzags(size, length)
-
-
-def positions_of_the_rank(model: ParallelModel) -> None:
-    """Rotary positions count from 0 on each context-parallel rank."""
-    for chunk in model.chunks:
-        inputs = chunk.build_inputs
-        rotary = inputs.rotary
-        inputs.rotary = lambda positions, length, rotary=rotary: rotary(  # type: ignore[method-assign, misc]
-            torch.arange(positions.shape[1])[None], length
-        )
 
 
 def key_gradients_of_each_rank_alone(model: ParallelModel) -> None:
@@ -354,14 +262,6 @@ def no_causal_mask(model: ParallelModel) -> None:
     torch_attention.F.scaled_dot_product_attention = lambda q, k, v, is_causal, enable_gqa: product(
         q, k, v, enable_gqa=enable_gqa
     )
-
-
-def logits_of_each_rank_alone(model: ParallelModel) -> None:
-    qk_clip.dist = SimpleNamespace(**vars(dist) | {"all_reduce": lambda *args, **kwargs: None})
-
-
-def keys_of_each_rank_alone(model: ParallelModel) -> None:
-    context.gather_keys = lambda k, division, group: k.repeat(1, 1, group.size(), 1)
 
 
 def other_order_of_blocks(model: ParallelModel) -> None:

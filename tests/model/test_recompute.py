@@ -23,19 +23,6 @@ from megatron_llama.plan import Plan
 from tests.oracle import make_plan, oracle, rank_groups, rank_model, run_layout, worst
 from tests.ranks import run_ranks
 
-
-def test_wrong_recomputation_changes_gradients() -> None:
-    result = run_layout(1, "trainer.recompute=elementwise", tamper=_recompute_twice_as_much)
-    assert result.losses[0] == oracle().losses[0] and worst(result, oracle())["first_grads"] > 0.1
-
-
-def _recompute_twice_as_much(_: ParallelModel) -> None:
-    unpack = recompute._Recipes.unpack
-    recompute._Recipes.unpack = staticmethod(  # type: ignore[method-assign, assignment]
-        lambda saved: unpack(saved) if isinstance(saved, Tensor) else 2 * unpack(saved)
-    )
-
-
 S, B, H, F_, HEADS, KV, D = 16, 2, 32, 64, 4, 2, 8
 NORMS, QKV, OUT, GATE_UP = 2 * S * B, S * B * (HEADS + 2 * KV) * D, S * B * HEADS * D, 2 * S * B * F_
 LSE, RESIDUAL, ROTATED = S * B * HEADS, S * B * H, S * B * (HEADS + KV) * D

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,21 +18,18 @@ from torch.nn.functional import cross_entropy, linear
 from megatron_llama.arch.names import Rectangle
 from megatron_llama.arch.pattern import Lengths, Pattern
 from megatron_llama.arch.shapes import padded_vocab_size
-from megatron_llama.config import ModelConfig
 from megatron_llama.devices.attention_inputs import Documents, dense_mask
 from megatron_llama.devices.torch_attention import tiles_backward, tiles_forward
 from megatron_llama.model import loss
-from megatron_llama.model.inputs import InputBuilder
 from megatron_llama.model.llama import _apply, parallel_linear
 from megatron_llama.model.loss import IN_PLACE, Head, LossSpec, fused_softmax
-from megatron_llama.parallel.context import BACKENDS, Backend, DividedInputBuilder, to_natural_order, to_rank_order
 from megatron_llama.parallel.groups import Groups
 from megatron_llama.parallel.parallelize import mcore_config
 from megatron_llama.parallel.replicated_gradients import ReplicatedGradients
 from megatron_llama.parallel.shards import Shard
 from megatron_llama.parallel.tensor import traceable_matmul
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.topology import Grid, Topology, chunk_work, divide
+from megatron_llama.topology import Topology, chunk_work, divide
 from tests.config.helpers import make
 from tests.oracle import rank_groups
 from tests.ranks import run_ranks
@@ -233,30 +229,6 @@ DOCUMENTS = {"whole": ((LENGTH,), (LENGTH,)), "documents": ((12, 7, 1, 28), (5, 
 
 def documents_of(lengths: Lengths) -> Documents:
     return Documents.of(torch.stack([torch.repeat_interleave(torch.tensor(row)) for row in lengths]))
-
-
-@pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
-@pytest.mark.parametrize("cp", [2, 3, 4])
-def test_orders_are_inverses(cp: int, lengths: Lengths) -> None:
-    sequence = torch.arange(LENGTH)
-    division = divide(cp, LENGTH, lengths)
-    parts = to_rank_order(sequence, division)
-    assert parts.tolist() == [[position for chunk in chunks for position in chunk] for chunks in division]
-    assert torch.equal(to_natural_order(parts, division), sequence)
-
-
-@pytest.mark.parametrize("lengths", [None, DOCUMENTS["documents"]], ids=DOCUMENTS)
-@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
-def test_a_rank_rotates_its_tokens(backend: type[Backend], lengths: Lengths | None) -> None:
-    """all_gather divides by the work of the documents, ulysses without regard to them."""
-    documents = None if lengths is None else documents_of(lengths)
-    topology = Topology(Grid({"tp": 1, "cp": 2, "dp": 1, "pp": 1}), rank=1)
-    inputs = InputBuilder(ModelConfig(head_dim=8), lambda *_: None)
-    build = DividedInputBuilder(inputs, Mock(backend, by_documents=backend.by_documents), topology)
-    local = [each for chunk in divide(2, LENGTH, lengths if backend.by_documents else None)[1] for each in chunk]
-    tokens = torch.zeros(2, LENGTH, dtype=torch.int64)
-    whole = inputs.whole(tokens, documents).rotary[0].expand(LENGTH, 2, 1, -1)
-    assert torch.equal(build(tokens[:, local], documents).rotary[0].expand(LENGTH // 2, 2, 1, -1), whole[local])
 
 
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import re
 import subprocess
 import sys
@@ -150,22 +149,6 @@ def test_sizes_of_vocabulary_shards_and_chunks() -> None:
     assert {row: resolve(make(**parse_settings(row)), 8).shard_size for row in rows} == rows
     settings = "pp=2 vpp=2 pipeline_layers=[3,2] num_hidden_layers=5"
     assert resolve(make(**parse_settings(settings)), 2).stage_layers == ((0, 1), (2,), (3,), (4,))
-
-
-@pytest.mark.parametrize(
-    ("tp", "pp", "vpp", "zero"),
-    [(8, 16, 1, 1), (8, 8, 3, 3), (16, 2, 1, 0), (1, 1, 1, 3), (8, 64, 1, 2), (128, 2, 1, 1)],
-)
-def test_512_ranks(tp: int, pp: int, vpp: int, zero: int) -> None:
-    config = load_config(
-        ["model=llama3_405b", "data=mock", f"trainer.tp={tp}", f"trainer.pp={pp}", f"trainer.vpp={vpp}"]
-        + [f"trainer.zero={zero}", "trainer.global_batch_size=512"],
-        CONF,
-    )
-    plan = resolve(config, 512)
-    assert plan.dp * tp * pp == 512
-    assert plan.num_microbatches * plan.dp == 512
-    assert sorted(itertools.chain.from_iterable(plan.stage_layers)) == list(range(126))
 
 
 def test_a_config_error_is_a_value_error_with_all_of_it_in_the_message() -> None:

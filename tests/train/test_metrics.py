@@ -20,7 +20,6 @@ import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.devices import Device, Peak, device_named, processor
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES
 from megatron_llama.system.errors import MachineError
@@ -70,19 +69,10 @@ def test_the_documentation_lists_every_metric_in_its_order() -> None:
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*EVERY_STEP, *SOME_STEPS]
 
 
-def test_speeds_and_utilisation(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path)
-    log_steps(plan)
-    records = read_metrics(tmp_path / "metrics.jsonl")
-    flops = flops_per_token(plan.model, plan.config.data.seq_length)
-    third = records[2]
-    assert third["tokens_per_second"] == pytest.approx(2048 / 1.5)
-    assert third["tflops_per_device"] == pytest.approx(flops.causal * 2048 / 1.5 / 2 / 1e12)
-    assert third["mfu"] == pytest.approx(flops.causal * 2048 / 1.5 / (2 * 100e9))
-    assert third["mfu_full"] / third["mfu"] == pytest.approx(flops.full / flops.causal)
-    assert third["throughput"] == pytest.approx(3 * 8 / (0.5 + 1.0 + 1.5)), "over the steps so far"
+def test_throughput_is_of_the_last_ten_steps(tmp_path: Path) -> None:
+    log_steps(plan_of(tmp_path))
     last_ten = sum(0.5 * step for step in range(3, 13))
-    assert records[-1]["throughput"] == pytest.approx(10 * 8 / last_ten), "over the last ten steps"
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["throughput"] == pytest.approx(10 * 8 / last_ten)
 
 
 def test_metric_names_of_nemo_and_transformers(tmp_path: Path) -> None:
@@ -349,15 +339,6 @@ def test_summaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     page += f"resumed, speed of step 3\n\n{capsys.readouterr().out}\n"
     assert max(map(len, page.splitlines())) <= 120
     GoldenFiles.check("train/summaries.txt", page)
-
-
-@pytest.mark.timeout(60)
-def test_the_picture_replaces_a_pipe(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "loss.png")
-    with MetricsLogger(plan_of(tmp_path), PEAK) as logger:
-        logger.log_step(measured(1))
-        logger.finish()
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_picture_that_cannot_be_written_does_not_fail_a_run(

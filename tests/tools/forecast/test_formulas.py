@@ -186,11 +186,38 @@ def test_small_models_are_bound_by_the_host() -> None:
     assert step_time(large, h100, free).total == step_time(large, h100, load_constants()).total, "bound by the device"
 
 
-def test_names_that_torch_and_nvidia_smi_print() -> None:
-    names = {"NVIDIA H100 80GB HBM3": "h100", "A100-SXM4-80GB": "a100", "nvidia-b200": "b200", "h100_sxm5": "h100"}
-    names |= {"a100 40gb": "a100-40gb", "H1000": None, "": None}
-    specs = {name: find_device(name) for name in names}
-    assert {name: device and device.name for name, device in specs.items()} == names
+SPELLINGS = {
+    "NVIDIA H100 80GB HBM3": "h100",
+    "A100-SXM4-80GB": "a100",
+    "nvidia-b200": "b200",
+    "h100_sxm5": "h100",
+    "a100 40gb": "a100-40gb",
+    "H100-80GB-SXM 700W": "h100",
+    "8x NVIDIA H100 SXM5 80 GB HBM3": "h100",
+    "2x8 H100": "h100",
+    "H100SXM5": "h100",
+    "h100 80": "h100",
+    "H100-96GB-HBM2e-500W": "h100-500w",
+    "h100-pcie": "h100-pcie",
+    "H100 PCIe 80GB": "h100-pcie",
+    "A100-40GB-SXM": "a100-40gb",
+    "A100-SXM4-40GB": "a100-40gb",
+    "DGX A100 (80 GB)": "a100",
+    "GB300": "gb300",
+    "AMD Instinct MI300X": "mi300x",
+    "AWS Trainium2 (chip)": "trn2",
+    "Gaudi2-96GB": "gaudi2",
+    "Gaudi 96GB": "gaudi2",
+    "Gaudi": "gaudi2",
+    "Habana Gaudi2": "gaudi2",
+    "Intel Gaudi 3": "gaudi3",
+    **dict.fromkeys(("NVIDIA V100", "", "8", "nvidia", "h1000", "Gaudi 4", "gaudi9", "Trainium3", "mi300x0", "trn10")),
+}
+
+
+def test_names_that_programs_and_published_tables_print() -> None:
+    found = {spelling: find_device(spelling) for spelling in SPELLINGS}
+    assert {spelling: device and device.name for spelling, device in found.items()} == SPELLINGS
 
 
 @pytest.mark.parametrize("name", devices())

@@ -123,18 +123,6 @@ def test_perplexity_of_divided_sequences(
     assert divided["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
-def test_perplexity_of_divided_examples(folder: Path, dataset: tuple[str, np.ndarray], tmp_path: Path) -> None:
-    """Examples of 3 to 111 tokens with masks."""
-    prefix, ids = dataset
-    lengths = IndexedDataset(prefix).index.lengths
-    masks, ends = Path(prefix).with_name("sft"), lengths.cumsum()[:-1]
-    for suffix, values, kind in (("", ids, "H"), ("_mask", (np.arange(len(ids)) % 3 > 0) * 1, "B")):
-        write_indexed(masks.with_name(f"sft{suffix}"), np.split(values, ends), kind)
-    expected, divided = (report(tmp_path, folder, "--dataset", masks, *more) for more in ((), ("--cp", 2)))
-    assert expected["tokens"] == divided["tokens"] < len(ids) - len(lengths) and expected["windows"] == len(lengths)
-    assert divided["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-
-
 Pairs = list[list[tuple[list[int], list[int]]]]
 
 
@@ -219,6 +207,8 @@ def test_a_dataset_needs_no_tokenizer(folder: Path, dataset: tuple[str, np.ndarr
     assert (folder / "tokenizer.json").is_file() and not (bare / "tokenizer.json").exists()
     results, whole = (report(tmp_path, each, "--dataset", dataset[0]) for each in (bare, folder))
     assert results["loss"] == whole["loss"] and results["bits_per_byte"] is None
+    assert whole["bits_per_byte"] == bits_per_byte(whole["loss"], whole["tokens"], whole["bytes"])
+    assert f"{whole['bits_per_byte']:.4f} bits per byte" in describe(whole)
     assert results["reason"] == "the tokenizer is unknown; write --tokenizer PATH"
     assert f"bits per byte unknown ({results['reason']})" in describe(results)
     given = report(tmp_path, bare, "--dataset", dataset[0], "--tokenizer", folder)
@@ -381,13 +371,14 @@ def test_perplexity_of_a_fine_tuning_set_is_of_its_answers(folder: Path, tmp_pat
     path.write_text("".join(json.dumps({"prompt": q, "completion": a}) + "\n" for q, a in lines))
     made = ["--tokenizer-model", folder, "--seq-length", 256, "--output-prefix", prefix]
     assert run_script("sft.py", "--input", path, *made).returncode == 0
-    results = report(tmp_path, folder, "--dataset", f"{prefix}_sft", "--tp", 2)
+    results, divided = (report(tmp_path, folder, "--dataset", f"{prefix}_sft", f"--{axis}", 2) for axis in ("tp", "cp"))
     tokens, masks = (IndexedDataset(f"{prefix}_sft{end}") for end in ("", "_mask"))
     pairs = [(tokens.document(n).tolist(), masks.document(n).tolist()) for n in range(3)]
     split = [[(ids[:at], ids[at : at + 1]) for at in range(1, len(ids)) if mask[at]] for ids, mask in pairs]
     theirs = [one for scores in run_ranks(_their_label_scores, 1, folder, split)[0] for one in scores]
     assert results["tokens"] == len(theirs) == sum(sum(mask) for _, mask in pairs) and results["windows"] == 3
     assert results["loss"] == pytest.approx(-sum(theirs) / len(theirs), rel=1e-5)
+    assert divided["tokens"] == results["tokens"] and divided["loss"] == pytest.approx(results["loss"], rel=1e-6)
     rejected = command(evaluate, folder, *CPU, "--dataset", f"{prefix}_sft", "--max-tokens", 9)
     assert rejected.status == 2 and "does not apply to a fine-tuning set" in rejected.err
     masks_path = Path(f"{prefix}_sft_mask.bin")
@@ -448,16 +439,3 @@ def test_ids_outside_the_tokenizer_are_reported(tokenizer: Tokenizer, tmp_path: 
 def test_the_formula() -> None:
     assert bits_per_byte(math.log(2), 6, 3) == 2
     assert bits_per_byte(1.0, 6, 0) is None
-
-
-def test_the_report_has_bits_per_byte_if_the_tokenizer_is_known(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "hf")
-    tokenizer = HuggingFaceTokenizer(folder)
-    prefix = write_indexed(tmp_path / "data", [tokenizer.encode_text(text) for text in TEXTS if text])
-    arguments = (folder, *CPU, "--dataset", prefix, "--output", tmp_path / "report.json")
-    done = command(evaluate, *arguments)
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert f"{report['bits_per_byte']:.4f} bits per byte" in done.out
-    assert report["bits_per_byte"] == pytest.approx(report["loss"] * report["tokens"] / math.log(2) / report["bytes"])
-    first = tokenizer.decode(IndexedDataset(prefix).tokens[:1].tolist())
-    assert report["bytes"] == sum(len(text.encode()) for text in TEXTS) - len(first)

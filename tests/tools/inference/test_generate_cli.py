@@ -200,14 +200,6 @@ def test_bf16_weights_are_rounded_once(folders: Path) -> None:
     assert torch.equal(ours["lm_head.weight"][:290], merged["lm_head.weight"].bfloat16())
 
 
-def test_it_writes_what_the_merged_model_writes(folders: Path) -> None:
-    theirs = command(generate, folders / "merged", "--tokenizer", folders / "base", *ARGUMENTS)
-    assert theirs.status == 0 and len(theirs.out) > 20, theirs.err
-    for path, tp in ((folders / "run", 1), (folders / "run/checkpoints/step_00000002", 2)):  # with the base's tokenizer
-        ours = command(generate, path, *ARGUMENTS, "--tp", tp)
-        assert (ours.status, ours.out) == (0, theirs.out), ours.err
-
-
 def refused(path: Path, base: Path | None = None) -> str:
     """Return the single problem of a model that cannot be opened."""
     with pytest.raises(ConfigError) as error:

@@ -12,11 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron_llama.devices import device_named
-from megatron_llama.parallel.context import Division
 from megatron_llama.tools.inference.evaluation import EncodedRecord, label_scores
 from megatron_llama.tools.inference.generator import Answer, Generator
 from megatron_llama.tools.inference.sampling import Sampling
-from megatron_llama.topology import Grid, Topology
 from tests.ranks import run_ranks
 from tests.tools.inference.models import NOTHING, PROMPTS, make_folder, with_generator
 
@@ -262,17 +260,3 @@ def test_scores_of_labels_after_divided_prompts(scaled: Path) -> None:
     alone = with_generator(lambda made: label_scores(made, records), scaled)[0]
     for scores in with_generator(lambda made: label_scores(made, records), scaled, cp=2):
         torch.testing.assert_close(scores, alone, rtol=1e-5, atol=1e-5)
-
-
-def test_each_position_is_on_one_rank() -> None:
-    for cp in (2, 4):
-        grid = Grid({"tp": 1, "cp": cp, "dp": 1, "pp": 1})
-        divisions = [Division(Topology(grid, rank), None) for rank in range(cp)]  # type: ignore[arg-type]
-        for length in (1, 7, 8, 45):
-            parts = [division.positions(length, torch.device("cpu")) for division in divisions]
-            assert sorted(torch.cat(parts).tolist()) == [*range(len(parts[0]) * cp)] and len(parts[0]) * cp >= length
-            last = torch.tensor([length - 1, 0])
-            places = [division.local_index(last, length) for division in divisions]
-            assert torch.stack([is_here for _, is_here in places]).sum(0).tolist() == [1, 1]
-            for part, (index, is_here) in zip(parts, places, strict=True):
-                assert part[index][is_here].tolist() == last[is_here].tolist()

@@ -137,12 +137,6 @@ def test_filters_as_transformers_applies_them(fields: dict[str, Any]) -> None:
     torch.testing.assert_close(ours / ours.sum(-1, keepdim=True), torch.softmax(theirs, -1), rtol=1e-12, atol=0)
 
 
-def test_drawn_ids_are_penalized_too() -> None:
-    used = used_ids([[0]], 3)
-    sampling, logits = Sampling(greedy=True, repetition_penalty=2.0), torch.tensor([[3.0, 2.0, 1.2]])
-    assert [int(choose(logits, sampling, [], used)) for _ in range(3)] == [1, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("content", "given", "fields"),
     [

@@ -178,7 +178,7 @@ def test_shapes_fit_the_card(tmp_path: Path) -> None:
     assert [(half.layers, half.batch) for half in halves] == [(2, 1), (8, 1), (2, 1)]
 
 
-@pytest.mark.parametrize("part", ["smoke", "resume", "generation", "memory", "compile", "float8", "extras"])
+@pytest.mark.parametrize("part", ["parity", "smoke", "resume", "generation", "memory", "compile", "float8", "extras"])
 def test_runs_have_valid_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """All runs of a part are plans of a GPU."""
     planned = []
@@ -257,11 +257,3 @@ def test_a_wrong_oracle_makes_the_part_fail(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(parity, "read_json", lambda path: wrong)
     (result,) = run_parts([part], forked(tmp_path))
     assert [failed.name for failed in result.named(Status.FAILED)] == ["window"]
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_rows_have_valid_settings(row: Row) -> None:
-    """Each row is a plan of its number of ranks on a GPU."""
-    config = load_config([*parity.row_settings(row), "device=cuda"], CONF)
-    plan = resolve(config, row.ranks)
-    assert plan.world_size == row.ranks

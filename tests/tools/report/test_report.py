@@ -450,18 +450,6 @@ def test_nothing_is_cut_and_nothing_is_requested(browser: Browser, page: Path, w
 
 
 @needs_browser
-@pytest.mark.parametrize(
-    "style",
-    ["dl{width:500px}", "h1{margin-left:-20px}", "h1{white-space:nowrap;overflow:hidden}", ".plot text{font-size:9em}"],
-)
-def test_a_cut_element_would_be_seen(browser: Browser, page: Path, style: str) -> None:
-    browser.open(page, 400)
-    browser.evaluate(f"document.querySelector('style').append('{style}')")
-    browser.settle()
-    assert browser.evaluate(CUT) != []
-
-
-@needs_browser
 @pytest.mark.parametrize("width", [400, 1400])
 def test_hover_shows_the_values_of_each_run(browser: Browser, page: Path, width: int) -> None:
     browser.open(page, width)
