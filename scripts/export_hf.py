@@ -19,11 +19,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 def read_arguments() -> argparse.Namespace:
     """Return the command's arguments. Exits with status 2 for invalid ones."""
     from megatron_llama.system.command import ArgumentParser
+    from megatron_llama.system.object_store import location
     from megatron_llama.system.programs import name_commands
 
     parser = ArgumentParser(description=name_commands(__doc__.splitlines()[0]))
     about = "checkpoint folder, or run folder (its newest checkpoint); with --adapter a model folder"
-    parser.add_argument("checkpoint", type=Path, help=about)
+    parser.add_argument("checkpoint", type=location, help=about)
     parser.add_argument("out", type=Path, help="output folder; must not exist")
     parser.add_argument("--merge", action="store_true", help="LoRA only: write the full model, not the adapter")
     parser.add_argument("--base", type=Path, help="base model of LoRA, if its folder has moved")
@@ -74,7 +75,7 @@ def main() -> int:
     average, decay = arguments.average, arguments.average_decay
     # Imported here: --help needs no torch.
     from megatron_llama.checkpoint.export import export, export_merged
-    from megatron_llama.checkpoint.folder import find_checkpoint
+    from megatron_llama.checkpoint.folder import find_checkpoint, local_model
     from megatron_llama.checkpoint.lora_adapter import MergedTensors
     from megatron_llama.checkpoint.stored_tensors import CorruptFile
     from megatron_llama.config import ConfigError
@@ -84,7 +85,7 @@ def main() -> int:
     from megatron_llama.tools.inference.saved_model import open_adapter_for, open_hf_model
 
     try:
-        checkpoint = arguments.checkpoint if arguments.adapter else find_checkpoint(arguments.checkpoint)
+        checkpoint = (local_model if arguments.adapter else find_checkpoint)(arguments.checkpoint)
         if arguments.push_to_hub is not None:
             check_upload(arguments.push_to_hub)
         largest = int(arguments.max_shard_gb * 1e9)

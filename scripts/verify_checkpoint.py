@@ -11,10 +11,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 def main() -> int:
     """Run the command; return 0 if all hashes match, 1 for a corrupt file, 2 if the argument is not a checkpoint."""
     from megatron_llama.system.command import ArgumentParser
+    from megatron_llama.system.object_store import location
     from megatron_llama.system.programs import name_commands
 
     parser = ArgumentParser(description=name_commands(__doc__))
-    parser.add_argument("checkpoint", type=Path, help="checkpoint folder, or run folder (its newest checkpoint)")
+    parser.add_argument("checkpoint", type=location, help="checkpoint, or run (its newest checkpoint): folder or URL")
     arguments = parser.parse_args()
     # Imported here: --help needs no torch.
     from megatron_llama.checkpoint.folder import find_checkpoint

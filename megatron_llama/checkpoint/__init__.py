@@ -4,6 +4,8 @@
                               rank_00000.safetensors    tensors that rank 0 owns; plain safetensors
     checkpoints/latest                                  name of the newest checkpoint
 
+In an object store (checkpoint.dir), a rank's file is several objects, and the manifest is written last.
+
 The training loop calls checkpointer.py. Saving uses state.py (rectangles of a rank), saving.py (background thread),
 rank_files.py (file of a rank), manifest.py and folder.py (publication). Loading reads a ``Stored`` of
 stored_tensors.py: a checkpoint (rank_files.py), a Hugging Face folder (hf_folder.py), or a model with a LoRA adapter

@@ -20,15 +20,23 @@ from megatron_llama.checkpoint import BEST
 from megatron_llama.checkpoint import state as contents
 from megatron_llama.checkpoint.differences import Difference, check_allowed, data_record, find_differences
 from megatron_llama.checkpoint.export import export
-from megatron_llama.checkpoint.folder import find_checkpoint, move_aside, point_to, resume_candidates
+from megatron_llama.checkpoint.folder import (
+    begin_writing,
+    fallback_folder,
+    find_checkpoint,
+    move_aside,
+    point_to,
+    resume_candidates,
+)
 from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, open_hf_folder
 from megatron_llama.checkpoint.lora_adapter import fingerprint, open_adapter
 from megatron_llama.checkpoint.manifest import Manifest, State, dtype_of, read_manifest
-from megatron_llama.checkpoint.saving import Saver, fallback_folder
+from megatron_llama.checkpoint.saving import Saver
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.data_settings import NewTokens
 from megatron_llama.config.settings import ALLOWED, CheckpointConfig
+from megatron_llama.config.stored import checkpoint_folder
 from megatron_llama.data.batches import Data
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
@@ -38,6 +46,7 @@ from megatron_llama.parallel.parallelize import init_magnitudes
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import BatchSchedule
 from megatron_llama.system import phase
+from megatron_llama.system.object_store import Location
 from megatron_llama.system.wrapping import escape_controls
 from megatron_llama.topology import Topology
 
@@ -67,7 +76,7 @@ class Checkpointer:
         assert plan.config.run.dir is not None, "run.dir must be set"
         self.plan, self.topology, self.model, self.optimizer, self.data = plan, topology, model, optimizer, data
         self.guard = guard
-        self.checkpoints = Path(plan.config.run.dir) / "checkpoints"
+        self.checkpoints = checkpoint_folder(plan.run_dir, plan.config)
         self.bytes_read = 0
         """Bytes that this rank read from files in the last load."""
         self.saver = Saver(self.checkpoints, topology.rank, model.device, plan.config.checkpoint)
@@ -92,6 +101,7 @@ class Checkpointer:
         """
         settings = self.plan.config.checkpoint
         broadcast_from_rank_0(lambda: _check_fallback(settings, self.checkpoints))
+        self.saver.writer = broadcast_from_rank_0(lambda: begin_writing(self.checkpoints, self.plan.run_dir))
         candidates = broadcast_from_rank_0(lambda: resume_candidates(self.checkpoints, settings))
         if self._lora:
             self._load_base()  # checkpoints do not contain the base model
@@ -191,7 +201,7 @@ class Checkpointer:
             best = self.checkpoints / BEST
             is_best = settings.keep_best and best.is_file()  # missing if no validation loss was finite
             source = find_checkpoint(best if is_best else self.checkpoints)
-            out, trained = self.checkpoints.with_name("hf"), self.plan.config.trainer.steps > self.plan.start.step
+            out, trained = self.plan.run_dir / "hf", self.plan.config.trainer.steps > self.plan.start.step
             if out.exists() and trained:
                 out = out.with_name(f"hf_{source.name}")
             if out.exists():
@@ -245,9 +255,9 @@ class Checkpointer:
         adapter = open_adapter(folder, self.plan.model, self.plan.config.finetune)
         self.bytes_read += adapter.load_into(contents.weights(self.model.trained))
 
-    def _load(self, folder: Path) -> State:
+    def _load(self, folder: Location) -> State:
         """Load a checkpoint. Raises CorruptFile or, for a checkpoint of another run, ConfigError on all ranks."""
-        if broadcast_from_rank_0(lambda: is_foreign(folder)):
+        if isinstance(folder, Path) and broadcast_from_rank_0(lambda: is_foreign(folder)):
             return self._load_foreign(folder)
         with sync_errors(CorruptFile, ConfigError):
             if self.topology.rank == 0:
@@ -279,7 +289,7 @@ class Checkpointer:
             self._report(f"{foreign.tensors.folder} lacks {part}")
         return replace(state, dtype=self._origin[1])
 
-    def _restore(self, folder: Path, state: State) -> None:
+    def _restore(self, folder: Location, state: State) -> None:
         """Restore optimizer, data and plan; log changed settings."""
         self._report(f"resuming from {folder}, step {state.step}")
         for difference in self._differences:
@@ -365,7 +375,7 @@ class Checkpointer:
             sys.stderr.write(f"checkpoint: {escape_controls(text)}\n")
 
 
-def _check_fallback(settings: CheckpointConfig, checkpoints: Path) -> None:
+def _check_fallback(settings: CheckpointConfig, checkpoints: Location) -> None:
     """Create the run's folder in checkpoint.fallback_dir. Raises ConfigError if it cannot be written."""
     folder = fallback_folder(settings, checkpoints)
     if folder is not None:

@@ -10,7 +10,6 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from megatron_llama.checkpoint.manifest import State
@@ -23,6 +22,7 @@ from megatron_llama.data.record import differences as record_differences
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import BatchSchedule, all_sizes
 from megatron_llama.plan.derive import COSINE, derive_optimizer
+from megatron_llama.system.object_store import Location
 from megatron_llama.topology import AXIS_NAMES
 
 FREE, LOGGED, FIXED = "free", "logged", "fixed"
@@ -157,7 +157,7 @@ def data_record(state: State) -> Record:
     return state.data
 
 
-def check_allowed(differences: Sequence[Difference], allow: Sequence[str], folder: Path) -> None:
+def check_allowed(differences: Sequence[Difference], allow: Sequence[str], folder: Location) -> None:
     """Raise ConfigError with all differences that are neither accepted nor in ``allow``."""
     rejected = [d for d in differences if d.kind == FIXED or (d.kind in ALLOWED and d.kind not in allow)]
     needed = {*allow, *(difference.kind for difference in rejected)}

@@ -49,6 +49,7 @@ from megatron_llama.config.hub import INDEX, SINGLE
 from megatron_llama.config.problems import format_value
 from megatron_llama.config.settings import MODEL_TYPES
 from megatron_llama.system.files import FolderTaken, atomic_folder, check_free, sha256_file, write_synced
+from megatron_llama.system.object_store import Location
 from megatron_llama.text.chat_template import add_stop_token, write_trained_template
 from megatron_llama.text.tokenizer import (
     FAST_JSON,
@@ -243,7 +244,7 @@ def _check_options(manifest: Manifest, kind: str, merge: bool, base: Path | None
         check_base(checkpoint, model, manifest.state.hf_folder)
 
 
-def check_base(checkpoint: Path, model: ModelConfig, folder: str | None) -> None:
+def check_base(checkpoint: Location, model: ModelConfig, folder: str | None) -> None:
     """Raise ConfigError if the run changed settings of its base: an adapter has only tensors."""
     try:
         changed = {} if folder is None else changes_of_base(model, read_hf_config(folder))

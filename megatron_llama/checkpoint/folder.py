@@ -1,18 +1,40 @@
-"""The folder ``<run.dir>/checkpoints``. Renames publish and delete checkpoints atomically."""
+"""The folder ``<run.dir>/checkpoints``, or ``checkpoint.dir`` in an object store.
+
+On a disk, renames publish and delete checkpoints atomically. In a store a checkpoint exists if it has a manifest, which
+is written last and deleted first. The names of objects contain the start that wrote them, so no start changes an
+object of another one, and a start stops when another one writes to the same folder.
+"""
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
 import os
+import secrets
 import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_llama.checkpoint import BEST, POINTER
 from megatron_llama.checkpoint.manifest import NAME, State, merge, read_manifest
-from megatron_llama.checkpoint.stored_tensors import CorruptFile, check_file_name
+from megatron_llama.checkpoint.rank_files import part_name
+from megatron_llama.checkpoint.stored_tensors import CorruptFile, check_file_name, read_json
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.settings import KEPT_BY_TIME, CheckpointConfig
-from megatron_llama.config.stored import list_steps
-from megatron_llama.system.files import DRAFT, read_whole, sync_folder, write_atomically, write_synced
+from megatron_llama.config.stored import checkpoint_folder, list_steps
+from megatron_llama.system.files import (
+    DRAFT,
+    FolderTaken,
+    mirror,
+    read_whole,
+    sync_folder,
+    write_atomically,
+    write_synced,
+)
+from megatron_llama.system.object_store import Location, RemotePath, location, missing_package
 
 CLAIM = "publisher"
 """File in a partial folder, created by the rank that publishes it after a failure."""
@@ -23,12 +45,48 @@ def folder_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def partial_folder(checkpoints: Path, step: int) -> Path:
-    """Return the folder in which a checkpoint is written before its rename."""
+WRITER = "writer.json"
+"""Object of a store that names the last start which writes there."""
+
+
+def begin_writing(checkpoints: Location, run_dir: Path) -> str:
+    """Return the name of this start in a store, for its objects; "" on a disk, where a lock excludes other starts."""
+    if isinstance(checkpoints, Path):
+        return ""
+    writer = secrets.token_hex(4)
+    facts = {"writer": writer, "host": socket.gethostname(), "run_dir": str(run_dir.absolute())}
+    with store_errors("checkpoint.dir", checkpoints):
+        (checkpoints / WRITER).write_bytes(json.dumps(facts).encode())
+    return writer
+
+
+@contextmanager
+def store_errors(field: str, path: RemotePath) -> Iterator[None]:
+    """Raise errors of a store as ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except OSError as error:
+        rule, instead = missing_package(path.url) or (str(error.strerror), "correct the URL, or the rights of its user")
+        raise ConfigError([Problem(field, path.url, rule, instead)]) from error
+
+
+def partial_folder(checkpoints: Location, step: int) -> Location:
+    """Return the folder in which a checkpoint is written before it is published."""
+    if isinstance(checkpoints, RemotePath):
+        return checkpoints / folder_name(step)
     return checkpoints / f".{folder_name(step)}.partial"
 
 
-def saved_steps(checkpoints: Path) -> list[int]:
+def fallback_folder(settings: CheckpointConfig, checkpoints: Location) -> Path | None:
+    """Return the folder in ``checkpoint.fallback_dir`` of the run with these checkpoints; no other run uses it."""
+    path = checkpoints.absolute()
+    name = f"{path.parent.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    return None if settings.fallback_dir is None else Path(settings.fallback_dir) / name
+
+
+def saved_steps(checkpoints: Location) -> list[int]:
     """Return the steps with a checkpoint, newest first. Raises CorruptFile if the folder cannot be read."""
     try:
         return list_steps(checkpoints)
@@ -38,11 +96,32 @@ def saved_steps(checkpoints: Path) -> list[int]:
         raise CorruptFile(f"{checkpoints}: {error.strerror}") from error
 
 
-def find_checkpoint(path: Path) -> Path:
+def find_checkpoint(path: Location) -> Path:
     """Return the checkpoint folder of ``path``: a checkpoint, a run (its newest), or a pointer (``latest``, ``best``).
 
-    The newest complete checkpoint is used if a kill left no pointer. Raises ConfigError.
+    The newest complete checkpoint is used if a kill left no pointer. A checkpoint in a store is downloaded to the
+    user's cache. Raises ConfigError.
     """
+    if isinstance(path, Path) and isinstance(remote := checkpoint_folder(path), RemotePath):
+        path = remote
+    if isinstance(path, Path):
+        return _find(path)  # type: ignore[return-value]
+    with store_errors("CHECKPOINT", path):
+        return mirror(_find(path))  # type: ignore[arg-type]
+
+
+def local_model(path: Location) -> Path:
+    """Return a path on this host; for the URL of a Hugging Face folder, checkpoint or run, a downloaded copy.
+
+    Raises ConfigError.
+    """
+    if isinstance(path, Path):
+        return path
+    with store_errors("CHECKPOINT", path):
+        return mirror(path) if (path / "config.json").is_file() else find_checkpoint(path)
+
+
+def _find(path: Location) -> Location:
     candidates = [(path.parent, path.name)] if path.name in (POINTER, BEST) and path.is_file() else []
     candidates += [(path, POINTER), (path / "checkpoints", POINTER)]
     for folder, pointer in candidates:
@@ -54,7 +133,7 @@ def find_checkpoint(path: Path) -> Path:
             except CorruptFile as error:
                 raise ConfigError([Problem("CHECKPOINT", str(path), str(error), "name a checkpoint")]) from error
     for folder in (path, path / "checkpoints"):
-        for step in saved_steps(folder) if folder.is_dir() else ():
+        for step in saved_steps(folder) if isinstance(folder, RemotePath) or folder.is_dir() else ():
             return folder / folder_name(step)
     rule = f"is not a checkpoint: it has no {NAME}"
     raise ConfigError([Problem("CHECKPOINT", str(path), rule, "write RUN_FOLDER/checkpoints/step_... or RUN_FOLDER")])
@@ -71,7 +150,7 @@ def older_checkpoints(checkpoint: Path, count: int) -> list[Path]:
     return [checkpoint.parent / folder_name(other) for other in older]
 
 
-def resume_candidates(checkpoints: Path, settings: CheckpointConfig) -> list[Path]:
+def resume_candidates(checkpoints: Location, settings: CheckpointConfig) -> list[Location]:
     """Return the checkpoints to resume from, preferred first.
 
     Deletes partial files of a killed run. Raises ConfigError.
@@ -79,8 +158,9 @@ def resume_candidates(checkpoints: Path, settings: CheckpointConfig) -> list[Pat
     clean(checkpoints)
     if settings.resume == "never":
         return []
-    if settings.keep_best and checkpoints.is_dir():
+    if settings.keep_best and (isinstance(checkpoints, RemotePath) or checkpoints.is_dir()):
         point_to_best(checkpoints)
+    saved: list[Location]
     try:
         saved = [checkpoints / folder_name(step) for step in saved_steps(checkpoints)]
     except CorruptFile as error:
@@ -90,14 +170,20 @@ def resume_candidates(checkpoints: Path, settings: CheckpointConfig) -> list[Pat
         return saved
     # A path gives the first start. A restart with the same command resumes from the run's newest checkpoint, unless the
     # path is one of the run's checkpoints: then the run returns to it.
-    chosen = Path(os.path.abspath(settings.resume))
+    chosen = location(settings.resume).absolute()
     if chosen.name in (POINTER, BEST) and chosen.is_file():
-        chosen = find_checkpoint(chosen)
-    return [chosen] if not saved or chosen.parent == Path(os.path.abspath(checkpoints)) else saved
+        chosen = _find(chosen)
+    return [chosen] if not saved or chosen.parent == checkpoints.absolute() else saved
 
 
-def clean(checkpoints: Path) -> None:
+def clean(checkpoints: Location) -> None:
     """Delete partial files of a killed run. The caller holds the lock of the run folder."""
+    if isinstance(checkpoints, RemotePath):
+        files = checkpoints.files()
+        checkpoints.delete_files(
+            name for name in files if "/" in name and f"{name.partition('/')[0]}/{NAME}" not in files
+        )
+        return
     if not checkpoints.is_dir():
         return
     for entry in checkpoints.iterdir():
@@ -105,7 +191,7 @@ def clean(checkpoints: Path) -> None:
             delete(entry)
 
 
-def read_pointer(checkpoints: Path, pointer: str) -> Path:
+def read_pointer(checkpoints: Location, pointer: str) -> Location:
     """Return the checkpoint named by the file ``latest`` or ``best``. Raises CorruptFile if the file is invalid."""
     path = checkpoints / pointer
     try:
@@ -114,20 +200,20 @@ def read_pointer(checkpoints: Path, pointer: str) -> Path:
         raise CorruptFile(f"{path} is not a valid pointer: {error}") from error
 
 
-def best_checkpoint(checkpoints: Path) -> Path | None:
+def best_checkpoint(checkpoints: Location) -> Location | None:
     """Return the checkpoint with the lowest validation loss, the earliest of equals; None if none has a loss."""
     states = {step: _state_of(checkpoints / folder_name(step)) for step in saved_steps(checkpoints)}
     losses = [(state.val_loss, step) for step, state in states.items() if state and state.val_loss is not None]
     return checkpoints / folder_name(min(losses)[1]) if losses else None
 
 
-def point_to_best(checkpoints: Path, new: State | None = None) -> Path | None:
+def point_to_best(checkpoints: Location, new: State | None = None) -> Location | None:
     """Write the name of the best checkpoint to ``best``, and return its folder.
 
     Args:
         new: The state just saved, compared with the current best. None: compare all checkpoints.
     """
-    best: Path | None
+    best: Location | None
     try:
         known = read_pointer(checkpoints, BEST)
         state = None if new is None or known.name == folder_name(new.step) else _state_of(known)
@@ -139,38 +225,77 @@ def point_to_best(checkpoints: Path, new: State | None = None) -> Path | None:
     else:
         best = checkpoints / folder_name(new.step) if new.val_loss is not None and new.val_loss < old else known
     if best is None:
-        (checkpoints / BEST).unlink(missing_ok=True)
+        delete(checkpoints / BEST)
     elif old is None or best != known:
         write_atomically(checkpoints / BEST, best.name + "\n")
     return best
 
 
-def publish(checkpoints: Path, state: State, settings: CheckpointConfig) -> None:
+def publish(checkpoints: Location, state: State, settings: CheckpointConfig, writer: str = "") -> None:
     """Publish the files that all ranks have written: write the manifest, rename, update pointers, delete old ones.
 
     Raises OSError or CorruptFile. An error before the rename leaves earlier checkpoints unchanged.
     """
     partial, final = partial_folder(checkpoints, state.step), checkpoints / folder_name(state.step)
-    text = merge(partial, state)
-    for part in (*partial.glob("rank_*.json"), *partial.glob(CLAIM)):
-        part.unlink()
-    write_synced(partial / NAME, text.encode())
-    sync_folder(partial)
-    if final.exists() or final.is_symlink():  # a damaged checkpoint of the same step
-        _remove(final)
-    os.rename(partial, final)
-    sync_folder(checkpoints)
+    manifest = merge(partial, state, writer)
+    if isinstance(partial, RemotePath):
+        manifest.check_sizes()
+        _check_writer(partial.parent, writer)
+        (partial / NAME).write_bytes(manifest.text.encode())
+        partial.delete_files(name for name in partial.files() if name not in (NAME, *manifest.files))
+    else:
+        for part in (*partial.glob("rank_*.json"), *partial.glob(CLAIM)):
+            part.unlink()
+        write_synced(partial / NAME, manifest.text.encode())
+        sync_folder(partial)
+        if isinstance(final, Path) and (final.exists() or final.is_symlink()):  # a damaged checkpoint of the same step
+            _remove(final)
+        os.rename(partial, str(final))
+        sync_folder(partial.parent)
     point_to(final)
     best = point_to_best(checkpoints, state) if settings.keep_best else None  # before the old best may be deleted
     prune(checkpoints, state.step, settings, best)
 
 
-def point_to(checkpoint: Path) -> None:
+def _check_writer(checkpoints: RemotePath, writer: str) -> None:
+    """Raise FolderTaken if another start has begun to write in a store's folder since."""
+    facts = read_json(checkpoints / WRITER)
+    if facts.get("writer") != writer:
+        other = f"{facts.get('run_dir')} on {facts.get('host')}"
+        raise FolderTaken(errno.EBUSY, f"another run writes there: {other}", str(checkpoints))
+
+
+def written_parts(checkpoints: Location, state: State, writer: str = "") -> tuple[int, bool] | None:
+    """Return the bytes of a checkpoint that are written, and whether all ranks have finished; None if published.
+
+    Raises OSError or CorruptFile.
+    """
+    folder = partial_folder(checkpoints, state.step)
+    if isinstance(folder, RemotePath):
+        sizes = {name: facts.size for name, facts in folder.files().items()}
+        published = NAME in sizes and any(writer in name for name in read_manifest(folder).files)
+    else:
+        published = not folder.is_dir()
+        sizes = {} if published else {file.name: file.stat().st_size for file in folder.iterdir()}
+    complete = all(part_name(rank, writer) in sizes for rank in range(state.world_size))
+    return None if published else (sum(sizes.values()), complete)
+
+
+def discard(checkpoints: Location, step: int, writer: str = "") -> None:
+    """Delete what a writer has written of a checkpoint that is not published."""
+    folder = partial_folder(checkpoints, step)
+    if isinstance(folder, RemotePath):
+        folder.delete_files(name for name in folder.files() if f".{writer}." in name)
+    else:
+        delete(folder)
+
+
+def point_to(checkpoint: Location) -> None:
     """Write a checkpoint's name to ``latest``."""
     write_atomically(checkpoint.with_name(POINTER), checkpoint.name + "\n")
 
 
-def prune(checkpoints: Path, newest: int, settings: CheckpointConfig, best: Path | None) -> None:
+def prune(checkpoints: Location, newest: int, settings: CheckpointConfig, best: Location | None) -> None:
     """Delete checkpoints up to ``newest`` by checkpoint.keep and keep_every, except ``best``.
 
     Without checkpoint.keep, only checkpoints of the default of checkpoint.every_minutes are deleted.
@@ -184,7 +309,7 @@ def prune(checkpoints: Path, newest: int, settings: CheckpointConfig, best: Path
             _remove(folder)
 
 
-def _state_of(folder: Path) -> State | None:
+def _state_of(folder: Location) -> State | None:
     """Return the state of a checkpoint; None for a damaged one."""
     try:
         return read_manifest(folder).state
@@ -192,15 +317,21 @@ def _state_of(folder: Path) -> State | None:
         return None
 
 
-def move_aside(checkpoints: Path) -> Path | None:
+def move_aside(checkpoints: Location) -> Location | None:
     """Rename a folder with checkpoints to ``checkpoints.N``; return the new path, or None without checkpoints."""
     if not saved_steps(checkpoints):
         return None
     number = 1
-    while (aside := checkpoints.with_name(f"{checkpoints.name}.{number}")).exists():
+    while _exists(aside := checkpoints.with_name(f"{checkpoints.name}.{number}")):
         number += 1
+    if isinstance(checkpoints, RemotePath):
+        names = sorted(checkpoints.files().keys() - {WRITER}, key=lambda name: name.endswith(NAME))
+        for name in names:
+            (checkpoints / name).copy_to(checkpoints.with_name(aside.name) / name)
+        checkpoints.delete_files(names)
+        return aside
     try:
-        os.rename(checkpoints, aside)
+        os.rename(checkpoints, str(aside))
     except OSError as error:  # a mount point
         rule = f"cannot rename {checkpoints} to {aside.name}: {error.strerror}"
         instead = "move its checkpoints away, or write another run.dir=PATH"
@@ -208,17 +339,27 @@ def move_aside(checkpoints: Path) -> Path | None:
     return aside
 
 
-def _remove(folder: Path) -> None:
-    """Delete a checkpoint: rename it first, then delete its files."""
+def _exists(path: Location) -> bool:
+    return bool(path.files()) if isinstance(path, RemotePath) else path.exists()
+
+
+def _remove(folder: Location) -> None:
+    """Delete a checkpoint: rename it first, or delete its manifest, then delete its files."""
+    if isinstance(folder, RemotePath):
+        (folder / NAME).delete()
+        folder.delete_files(folder.files())
+        return
     removed = folder.with_name(f".{folder.name}.removed")
     delete(removed)
     os.rename(folder, removed)
     delete(removed)
 
 
-def delete(path: Path) -> None:
-    """Delete a folder, file or link. Links are not followed."""
-    if path.is_dir() and not path.is_symlink():
+def delete(path: Location) -> None:
+    """Delete a folder, file or link, or an object. Links are not followed."""
+    if isinstance(path, RemotePath):
+        path.delete()
+    elif path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -50,6 +50,7 @@ class NamedTensor(StoredTensor):
 class SafetensorsFiles(Stored):
     """Tensors in the safetensors files of a folder."""
 
+    folder: Path
     tensors: Mapping[str, NamedTensor]
 
     @torch.no_grad()

@@ -31,9 +31,11 @@ from megatron_llama.checkpoint.stored_tensors import (
     parse_shape,
     read_json,
 )
+from megatron_llama.config.stored import MANIFEST
 from megatron_llama.plan.data_schedules import RunPosition
+from megatron_llama.system.object_store import Location, RemotePath
 
-NAME = "checkpoint.json"
+NAME = MANIFEST
 FORMAT, VERSION = "megatron_llama checkpoint", 1
 
 
@@ -91,6 +93,8 @@ class Manifest:
     stored: CheckpointTensors
     files: dict[str, int]
     """File name to bytes."""
+    text: str = ""
+    """Content of checkpoint.json; only of ``merge``."""
 
     def locate(self, path: str | None) -> str | None:
         """Return the absolute path of an existing file for a relative path in the settings (init_from is absolute).
@@ -100,16 +104,22 @@ class Manifest:
         """
         if path is None or os.path.isabs(path):
             return path
-        named = self.state.working_dir
-        starts = [*([Path(named)] if named else []), *self.stored.folder.absolute().parents, Path()]
+        named, folder = self.state.working_dir, self.stored.folder
+        parents = () if isinstance(folder, RemotePath) else folder.absolute().parents
+        starts = [*([Path(named)] if named else []), *parents, Path()]
         return next((str((start / path).absolute()) for start in starts if (start / path).exists()), path)
 
     def check_sizes(self) -> None:
         """Raise CorruptFile if a file is missing or has another size."""
+        folder = self.stored.folder
+        objects = folder.files() if isinstance(folder, RemotePath) else {}
         for name, size in self.files.items():
-            path = self.stored.folder / name
+            path = folder / name
             try:
-                size_on_disk = path.stat().st_size
+                if isinstance(path, Path):
+                    size_on_disk = path.stat().st_size
+                else:
+                    size_on_disk = objects[name].size if name in objects else path.facts().size
             except OSError as error:
                 raise CorruptFile(f"{path}: {error.strerror}") from error
             if size_on_disk != size:
@@ -122,16 +132,16 @@ class Manifest:
                 raise CorruptFile(f"{self.stored.folder / NAME}: has no {name} of shape {list(shape)}")
 
 
-def merge(folder: Path, state: State) -> str:
-    """Merge the ``rank_*.json`` files of all ranks; return the text of the manifest.
+def merge(folder: Location, state: State, writer: str = "") -> Manifest:
+    """Merge the ``rank_*.json`` files of all ranks of a ``writer``; return the manifest.
 
     Raises CorruptFile unless the ranks have each value of each tensor exactly once.
     """
     files: dict[str, int] = {}
     tensors: dict[str, dict[str, Any]] = {}
     for rank in range(state.world_size):
-        part = read_json(folder / part_name(rank))
-        files[part["file"]] = part["bytes"]
+        part = read_json(folder / part_name(rank, writer))
+        files |= part["files"]
         for name, described in part["tensors"].items():
             whole = tensors.setdefault(name, {**described, "chunks": []})
             if (whole["dtype"], whole["shape"]) != (described["dtype"], described["shape"]):
@@ -146,11 +156,12 @@ def merge(folder: Path, state: State) -> str:
         "files": files,
         "tensors": tensors,
     }
-    parse_manifest(folder, body)  # publish only manifests that can be read
-    return json.dumps({**body, "checksum": _checksum(body)}, indent=1)
+    manifest = parse_manifest(folder, body)  # publish only manifests that can be read
+    manifest.text = json.dumps({**body, "checksum": _checksum(body)}, indent=1)
+    return manifest
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Location) -> Manifest:
     """Read the manifest of a checkpoint. Raises CorruptFile."""
     path = folder / NAME
     body = read_json(path)
@@ -164,7 +175,7 @@ def read_manifest(folder: Path) -> Manifest:
     return parse_manifest(folder, body)
 
 
-def parse_manifest(folder: Path, body: dict[str, Any]) -> Manifest:
+def parse_manifest(folder: Location, body: dict[str, Any]) -> Manifest:
     """Validate parsed JSON and return the manifest. Raises CorruptFile."""
     try:
         state = State(**body["state"])

@@ -7,13 +7,15 @@ pickle and one archive per tensor, and requires collectives.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,10 +35,13 @@ from megatron_llama.checkpoint.stored_tensors import (
     safetensors_header,
 )
 from megatron_llama.system.files import open_regular, write_atomically
+from megatron_llama.system.object_store import THREADS, Location, RemotePath
 
 HASH = "sha256"
 HASH_DIGITS = 32  # 128 bits
 BLOCK_BYTES = 4 << 20
+OBJECT_BYTES = 64 << 20
+"""Size of a rank's objects in a store, if the rows of its tensors are smaller. Each is sent by one request."""
 STATES = "optimizer."
 """Prefix of the names of optimizer states."""
 
@@ -75,7 +80,7 @@ class CheckpointTensors(Stored):
     @torch.no_grad()
     def load_into(self, targets: Mapping[str, Rectangles]) -> int:
         """Fill the rectangles of ``targets``; verify the hash of each block read."""
-        read, by_file = 0, dict[str, list[tuple[Chunk, torch.Tensor, ReadItem]]]()
+        by_file = dict[str, list[tuple[Chunk, torch.Tensor, ReadItem]]]()
         for name, rectangles in targets.items():
             tensor = self.tensors[name]
             if tensor.shape != rectangles.shape:
@@ -84,11 +89,16 @@ class CheckpointTensors(Stored):
                 assert item.storage_index.index is not None and item.dest_index.index is not None
                 chunk, (_, target) = tensor.chunks[item.storage_index.index], rectangles.parts[item.dest_index.index]
                 by_file.setdefault(chunk.file, []).append((chunk, target.detach(), item))
-        for file, parts in sorted(by_file.items()):
+
+        def fill(file: str) -> int:
             with _open(self.folder / file) as content:
-                for chunk, target, item in sorted(parts, key=lambda part: part[0].start):
-                    read += self._fill(content, chunk, target, item)
-        return read
+                parts = sorted(by_file[file], key=lambda part: part[0].start)
+                return sum(self._fill(content, chunk, target, item) for chunk, target, item in parts)
+
+        if isinstance(self.folder, Path):
+            return sum(fill(file) for file in sorted(by_file))
+        with ThreadPoolExecutor(THREADS) as pool:
+            return sum(pool.map(torch.no_grad()(fill), sorted(by_file)))
 
     def _fill(self, content: BinaryIO, chunk: Chunk, target: torch.Tensor, item: ReadItem) -> int:
         """Copy a rectangle of a chunk into ``target``, block by block; return the bytes read."""
@@ -127,39 +137,90 @@ def block_rows(size: Shape, itemsize: int, block_bytes: int) -> int:
     return max(1, block_bytes // max(1, math.prod(size[1:]) * itemsize))
 
 
-def part_name(rank: int) -> str:
-    """Return the name of the description of a rank's part. The file exists if the part is complete."""
-    return f"rank_{rank:05d}.json"
+def part_name(rank: int, writer: str = "") -> str:
+    """Return the name of the description of a rank's part. The file exists if the part is complete.
+
+    Args:
+        writer: Name of the run's start in the names of objects: no start replaces the objects of another.
+    """
+    return f"rank_{rank:05d}{writer and '.'}{writer}.json"
 
 
-def save_part(tensors: Mapping[str, Rectangles], folder: Path, rank: int) -> None:
+def save_part(tensors: Mapping[str, Rectangles], folder: Location, rank: int, writer: str = "") -> None:
     """Write this rank's part of a checkpoint: ``rank_00003.safetensors`` and its description ``rank_00003.json``.
 
-    Calls no collective, so it can run in a thread. No two ranks write the same rectangle; ``manifest.merge`` checks
-    this. The header is written last: a truncated file has no header. Syncs to disk before it returns. Raises OSError.
+    In an object store the part is ``rank_00003.<writer>.0000.safetensors`` and further objects. Calls no collective, so
+    it can run in a thread. No two ranks write the same rectangle; ``manifest.merge`` checks this. Raises OSError.
     """
-    values = {_key(name, offset): part for name, whole in tensors.items() for offset, part in whole.parts}
-    header, starts = safetensors_header({key: (part.dtype, tuple(part.shape)) for key, part in values.items()})
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank_{rank:05d}.safetensors"
-    described: dict[str, dict[str, Any]] = {}
-    with path.open("xb") as file, ThreadPoolExecutor(1) as hasher:
-        file.seek(len(header))
-        for name, whole in tensors.items():
-            chunks = []
-            for offset, part in whole.parts:
-                hashes = tuple(_write_blocks(file, part.detach().contiguous(), hasher))
-                chunk = Chunk(path.name, starts[_key(name, offset)], tuple(offset), tuple(part.shape), hashes)
-                chunks.append(asdict(chunk))
-            dtype = DTYPE_NAMES[whole.parts[0][1].dtype]
-            described[name] = {"dtype": dtype, "shape": list(whole.shape), "chunks": chunks}
-        size = file.tell()
-        file.seek(0)
-        file.write(header)
-        file.flush()
-        os.fsync(file.fileno())
-    description = {"file": path.name, "bytes": max(size, len(header)), "tensors": described}
-    write_atomically(folder / part_name(rank), json.dumps(description))
+    description, stem = part_name(rank, writer), part_name(rank, writer).removesuffix(".json")
+    shapes = {name: (DTYPE_NAMES[whole.parts[0][1].dtype], list(whole.shape)) for name, whole in tensors.items()}
+    if isinstance(folder, RemotePath):
+        groups = list(_objects(tensors))
+        names = [f"{stem}.{number:04d}.safetensors" for number in range(len(groups))]
+        with ThreadPoolExecutor(THREADS // 2) as pool:
+            written = list(pool.map(partial(_write_object, folder), names, groups))
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = [(name, offset, part) for name, whole in tensors.items() for offset, part in whole.parts]
+        names = [f"{stem}.safetensors"]
+        with (folder / names[0]).open("xb") as file:
+            written = [_write_file(file, names[0], parts)]
+            file.flush()
+            os.fsync(file.fileno())
+    described = {name: {"dtype": dtype, "shape": shape, "chunks": []} for name, (dtype, shape) in shapes.items()}
+    for _, chunks in written:
+        for name, chunk in chunks:
+            described[name]["chunks"].append(asdict(chunk))  # type: ignore[attr-defined]
+    sizes = {name: size for name, (size, _) in zip(names, written, strict=True)}
+    write_atomically(folder / description, json.dumps({"files": sizes, "tensors": described}))
+
+
+Part = tuple[str, Shape, torch.Tensor]
+"""Name of a tensor, offset of a rectangle in it, values of the rectangle."""
+
+
+def _objects(tensors: Mapping[str, Rectangles]) -> Iterator[list[Part]]:
+    """Yield groups of rectangles of about OBJECT_BYTES, each for one object; larger rectangles are divided by rows."""
+    group: list[Part] = []
+    size = 0
+    for name, whole in tensors.items():
+        for offset, part in whole.parts:
+            rows = block_rows(tuple(part.shape), part.dtype.itemsize, OBJECT_BYTES)
+            for start in range(0, part.shape[0], rows):
+                piece = part[start : start + rows]
+                if group and size + piece.nbytes > OBJECT_BYTES:
+                    yield group
+                    group, size = [], 0
+                group.append((name, (offset[0] + start, *offset[1:]), piece))
+                size += piece.nbytes
+    if group:
+        yield group
+
+
+def _write_object(folder: RemotePath, name: str, parts: Sequence[Part]) -> tuple[int, list[tuple[str, Chunk]]]:
+    content = io.BytesIO()
+    size, chunks = _write_file(content, name, parts)
+    (folder / name).write_bytes(content.getvalue())
+    return size, chunks
+
+
+def _write_file(file: Any, file_name: str, parts: Sequence[Part]) -> tuple[int, list[tuple[str, Chunk]]]:
+    """Write a safetensors file; return its size and its chunks by tensor.
+
+    The header is written last: a truncated file has no header.
+    """
+    entries = {_key(name, offset): (part.dtype, tuple(part.shape)) for name, offset, part in parts}
+    header, starts = safetensors_header(entries)
+    chunks = []
+    file.seek(len(header))
+    with ThreadPoolExecutor(1) as hasher:
+        for name, offset, part in parts:
+            hashes = tuple(_write_blocks(file, part.detach().contiguous(), hasher))
+            chunks.append((name, Chunk(file_name, starts[_key(name, offset)], offset, tuple(part.shape), hashes)))
+    size = file.tell()
+    file.seek(0)
+    file.write(header)
+    return max(size, len(header)), chunks
 
 
 def _read_items(name: str, tensor: ChunkedTensor, targets: Rectangles) -> list[ReadItem]:
@@ -175,7 +236,7 @@ def _slices(offset: Iterable[int], size: Iterable[int]) -> tuple[slice, ...]:
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[BinaryIO]:
+def _open(path: Location) -> Iterator[BinaryIO]:
     """Open a file to read. Raises CorruptFile for errors of the operating system."""
     try:
         with open_regular(path) as file:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import sys
 import threading
 import time
@@ -15,16 +14,27 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama import devices
-from megatron_llama.checkpoint.folder import CLAIM, delete, folder_name, partial_folder, publish
+from megatron_llama.checkpoint.folder import (
+    CLAIM,
+    discard,
+    fallback_folder,
+    folder_name,
+    partial_folder,
+    publish,
+    written_parts,
+)
 from megatron_llama.checkpoint.manifest import State
-from megatron_llama.checkpoint.rank_files import part_name, save_part
+from megatron_llama.checkpoint.rank_files import save_part
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config.settings import CheckpointConfig
 from megatron_llama.parallel.groups import raise_on_all_ranks
 from megatron_llama.system import phase
 from megatron_llama.system.errors import MachineError
+from megatron_llama.system.files import FolderTaken
+from megatron_llama.system.object_store import Location, RemotePath
 
 _POLL_SECONDS = 0.01
+_POLL_STORE_SECONDS = 0.5
 _RESUME = "and run the same command: it resumes from the\nnewest checkpoint"
 _FREE_SPACE = f".\nFree disk space or raise the quota, {_RESUME}. checkpoint.keep=1 needs the least"
 _REMEDIES = {
@@ -42,6 +52,10 @@ class SaveFailed(MachineError):
     """A checkpoint could not be written; earlier checkpoints are unchanged."""
 
 
+class WriterReplaced(SaveFailed):
+    """Another start writes to the same folder of an object store."""
+
+
 class Saver:
     """Saves this rank's part of a checkpoint in three stages: copy to host memory, write a file, publish (rank 0).
 
@@ -50,8 +64,10 @@ class Saver:
     the checkpoint is given up after ``checkpoint.save_timeout_seconds``.
     """
 
-    def __init__(self, checkpoints: Path, rank: int, device: torch.device, settings: CheckpointConfig) -> None:
+    def __init__(self, checkpoints: Location, rank: int, device: torch.device, settings: CheckpointConfig) -> None:
         self.checkpoints, self.rank, self.device, self.settings = checkpoints, rank, device, settings
+        self.writer = ""
+        """Name of this start in an object store (``folder.begin_writing``)."""
         self._usual = checkpoints
         self._staging: dict[str, Rectangles] = {}
         self._state: State | None = None
@@ -130,21 +146,23 @@ class Saver:
             raise
 
     def _finish_alone(self, state: State) -> None:
-        partial = partial_folder(self.checkpoints, state.step)
         written, since = -1, time.monotonic()
-        while (self._thread is not None and self._thread.is_alive()) or partial.is_dir():  # renamed when published
+        while True:
+            busy = self._thread is not None and self._thread.is_alive()
             try:
-                size = sum(file.stat().st_size for file in partial.iterdir())
-                complete = all((partial / part_name(rank)).is_file() for rank in range(state.world_size))
-            except FileNotFoundError:  # not created yet, or renamed a moment ago
-                size, complete = 0, False
+                parts = written_parts(self.checkpoints, state, self.writer)
+            except FileNotFoundError:  # renamed a moment ago
+                parts = None
+            if parts is None and not busy:
+                return
+            size, complete = parts or (0, False)
             if size != written:
                 written, since = size, time.monotonic()
             if self._error is not None or time.monotonic() - since > STALLED_SECONDS:
                 return
-            if complete and not self._publishing and _claim(partial):
-                publish(self.checkpoints, state, self.settings)
-            time.sleep(_POLL_SECONDS)
+            if complete and not self._publishing and _claim(partial_folder(self.checkpoints, state.step)):
+                publish(self.checkpoints, state, self.settings, self.writer)
+            time.sleep(_POLL_SECONDS if isinstance(self.checkpoints, Path) else _POLL_STORE_SECONDS)
 
     def _next(self, state: State) -> None:
         """Enter the stage after writing (publishing) or after publishing (none)."""
@@ -154,7 +172,7 @@ class Saver:
             return
         self._publishing = True
         if self.rank == 0:
-            self._run(lambda: publish(self.checkpoints, state, self.settings))
+            self._run(lambda: publish(self.checkpoints, state, self.settings, self.writer))
 
     def _fail(self, state: State) -> None:
         """Delete the partial files; begin again or give up. Raises SaveFailed on all ranks after too many failures."""
@@ -163,15 +181,18 @@ class Saver:
             folder, fault = self.checkpoints / folder_name(state.step), _describe(self._error)
             remedy = _REMEDIES.get(getattr(self._error, "errno", None) or 0, "")
             message = f"cannot write {folder} (rank {self.rank}: {fault}); earlier checkpoints are unchanged{remedy}"
-            error = SaveFailed(message)
+            error = (WriterReplaced if isinstance(self._error, FolderTaken) else SaveFailed)(message)
             error.__cause__ = self._error
         if self.rank == 0:
             with suppress(OSError):  # of the same disk; the next try deletes them
-                delete(partial_folder(self.checkpoints, state.step))
+                discard(self.checkpoints, state.step, self.writer)
         try:
             raise_on_all_ranks(error)
         except SaveFailed as failed:
             cause, seconds = str(failed).partition(";")[0], _FIRST_DELAY * 2**self._tries
+            if isinstance(failed, WriterReplaced):
+                self._state = None
+                raise
             if 2 * seconds - _FIRST_DELAY <= self.settings.save_timeout_seconds:
                 self._tries += 1
                 self._report(f"{cause}; trying again in {seconds:g} s")
@@ -206,7 +227,7 @@ class Saver:
 
     def _write(self, step: int, delay: float) -> None:
         time.sleep(delay)
-        save_part(self._staging, partial_folder(self.checkpoints, step), self.rank)
+        save_part(self._staging, partial_folder(self.checkpoints, step), self.rank, self.writer)
 
     def _copy(self, tensors: dict[str, Rectangles]) -> None:
         """Copy to host memory that is reused by each save: new memory costs page faults."""
@@ -231,15 +252,13 @@ class Saver:
         self._thread.start()
 
 
-def fallback_folder(settings: CheckpointConfig, checkpoints: Path) -> Path | None:
-    """Return the folder in ``checkpoint.fallback_dir`` of the run with these checkpoints; no other run uses it."""
-    path = checkpoints.absolute()
-    name = f"{path.parent.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    return None if settings.fallback_dir is None else Path(settings.fallback_dir) / name
+def _claim(partial: Location) -> bool:
+    """Return whether this process may publish the files of ``partial``: on a disk only the first that claims it.
 
-
-def _claim(partial: Path) -> bool:
-    """Return whether this process is the first that claims to publish the files of ``partial``."""
+    In a store all processes write the same manifest.
+    """
+    if isinstance(partial, RemotePath):
+        return True
     try:
         (partial / CLAIM).open("x").close()
     except FileExistsError:

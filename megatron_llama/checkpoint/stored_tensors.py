@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice, product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from megatron_llama.arch.names import Shape
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import HOST
 from megatron_llama.system import files
+from megatron_llama.system.object_store import Location
 
 # dtype names of safetensors
 DTYPES = {
@@ -72,7 +72,7 @@ class StoredTensor:
 class Stored(ABC):
     """Tensors on disk, by name. Subclasses: CheckpointTensors, SafetensorsFiles, MergedTensors, AveragedTensors."""
 
-    folder: Path
+    folder: Location
     tensors: Mapping[str, StoredTensor]
 
     @abstractmethod
@@ -131,7 +131,9 @@ class AveragedTensors(Stored):
         return read
 
 
-def check_finite(where: Path | str, name: str, values: torch.Tensor, offset: Shape, *, negative: bool = True) -> None:
+def check_finite(
+    where: Location | str, name: str, values: torch.Tensor, offset: Shape, *, negative: bool = True
+) -> None:
     """Raise CorruptFile if ``values``, a rectangle of a tensor at ``offset``, has NaN, Inf or a rejected sign.
 
     A single non-finite weight makes every loss NaN.
@@ -203,7 +205,7 @@ def parse_shape(values: Any) -> Shape:
     return tuple(values)
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Location) -> Any:
     """Read a JSON file. Raises CorruptFile."""
     try:
         return files.read_json(path)

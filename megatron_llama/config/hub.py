@@ -1,4 +1,7 @@
-"""Models and datasets of the Hugging Face hub: names, and downloads and uploads by huggingface_hub (the extra hub)."""
+"""Models and datasets of the Hugging Face hub: names, and downloads and uploads by huggingface_hub (the extra hub).
+
+Models in object stores are downloaded by the same functions.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.config.problems import ConfigError, Problem
-from megatron_llama.system.files import read_json, sha256_file
+from megatron_llama.system.files import mirror, mirrored, read_json, sha256_file
 from megatron_llama.system.installed import pip_install
+from megatron_llama.system.object_store import RemotePath, is_url, missing_package
 from megatron_llama.system.tables import gib
 
 MODEL, DATASET = "model", "dataset"
@@ -37,7 +41,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def resolve_hub_name(name: str, kind: str = MODEL, *, weights: bool = False) -> str:
-    """Return the cached folder of a hub name, downloaded first if the cache lacks it.
+    """Return the cached folder of a hub name or of a URL in an object store, downloaded first if the cache lacks it.
 
     Existing paths and other names are returned unchanged, as are names that cannot be downloaded: the check of paths
     then rejects a missing one with ``download_hint``.
@@ -45,6 +49,12 @@ def resolve_hub_name(name: str, kind: str = MODEL, *, weights: bool = False) -> 
     Args:
         weights: Download a model's weights too. ``fetch_weights`` does it later.
     """
+    if is_url(name):
+        try:
+            return str(mirror(RemotePath(name), _WHOLE if weights or kind == DATASET else _SMALL))
+        except (OSError, ValueError) as error:
+            _failures[name] = getattr(error, "strerror", None) or str(error)
+            return name
     if os.path.exists(name) or not is_hub_name(name):
         return name
     try:
@@ -62,8 +72,18 @@ def resolve_hub_name(name: str, kind: str = MODEL, *, weights: bool = False) -> 
 
 
 def fetch_weights(folder: str) -> list[Problem]:
-    """Download the weights of a hub model's snapshot ``folder``, if it lacks some; return the problem of a failure."""
+    """Download the weights of a hub model's snapshot ``folder``, if it lacks some; return the problem of a failure.
+
+    The folder may also be the copy of a folder in an object store.
+    """
     path, name = Path(folder), hub_name(folder)
+    if (remote := mirrored(path)) is not None:
+        try:
+            mirror(remote, _WHOLE)
+        except OSError as error:
+            instead = "run the same command again"
+            return [Problem("init_from", remote.url, f"its weights could not be downloaded: {error.strerror}", instead)]
+        return []
     try:
         if not name or (path / SINGLE).exists() or _is_complete(path):
             return []
@@ -186,6 +206,9 @@ def cache_folder() -> Path:
 
 def download_hint(name: str, kind: str = MODEL) -> str:
     """Return the end of a message with the download command, for a hub name or an incomplete snapshot; else ""."""
+    if is_url(name):
+        reason, remedy = missing_package(name) or (_failures.get(name, "there is no such object"), "correct the URL")
+        return f". The store: {reason}; {remedy}"
     whole = hub_name(name)
     if whole:
         return f", or download the files that the cache lacks: {_command(whole, kind)}"

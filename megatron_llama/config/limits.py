@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_llama.system.object_store import is_plain_url
+
 MOST_NUMBERS = 8192
 """Length limit of a list of numbers. OmegaConf needs 40 microseconds for each item, several times."""
 
@@ -211,6 +213,11 @@ def rising_samples() -> Limit:
 def not_blank(rule: str, example: str) -> Limit:
     """Require text that is not blank."""
     return Limit(lambda text: bool(text.strip()), rule, example)
+
+
+def plain_url(example: str) -> Limit:
+    """Require the URL of a folder in an object store."""
+    return Limit(is_plain_url, "must be a URL without credentials", example)
 
 
 def is_weight(item: object) -> bool:

@@ -19,6 +19,8 @@ NOT_TEXT = re.compile(r"[+-]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:e[+-]?[\d_]+)?|[
 """Values without quotes that Hydra's grammar reads as a number, a boolean or null."""
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@+-]+")
 """Texts without quotes that Hydra's grammar does not change."""
+_SECRET = re.compile(r"//[^/\s]*:[^/\s]*@")
+"""User name and password in a URL, which no message repeats."""
 _SHELL = re.compile(r"[\w./:@%+,=\[\]-]+")
 """Values that need no quotes in a shell."""
 
@@ -77,7 +79,7 @@ def format_value(value: Any) -> str:
         return "[" + ",".join(format_value(item) for item in value) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {format_value(item)}" for key, item in value.items()) + "}"
-    return str(value)
+    return _SECRET.sub("//...@", str(value))
 
 
 def quote_value(value: Any) -> str:

@@ -23,6 +23,7 @@ from megatron_llama.config.limits import (
     not_blank,
     one_of,
     patterns,
+    plain_url,
     positive_numbers,
     rising_samples,
     share,
@@ -528,6 +529,9 @@ SAVE_MINUTES, KEPT_BY_TIME = 15.0, 2
 class CheckpointConfig:
     """Checkpoints: when they are saved and deleted, and where a run resumes."""
 
+    dir: Annotated[str | None, plain_url("s3://bucket/run")] = None
+    """Folder of the checkpoints in an object store, such as s3://bucket/run; null: <run.dir>/checkpoints. See
+    docs/guides/data/object_stores.md."""
     every_steps: Annotated[int | None, at_least(1)] = None
     """Steps between checkpoints; null: by time (every_minutes)."""
     every_minutes: Annotated[float | None, at_least(0)] = None

@@ -16,9 +16,12 @@ from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.config.settings import Config
 from megatron_llama.config.settings_table import FREE_DICT, get, sections, settings_by_name
 from megatron_llama.system.files import check_yaml, read_whole
+from megatron_llama.system.object_store import Location, RemotePath
 from megatron_llama.system.programs import conf_folders
 
 NAME = "config.yaml"
+MANIFEST = "checkpoint.json"
+"""File of a checkpoint's folder that is written last."""
 PER_START = ("run.dir", "dry_run", "allow_targets", "checkpoint.resume", "checkpoint.allow")
 """Settings of one start, which a later start does not take from the file."""
 REDERIVED = ("trainer.dp", "trainer.sp", "trainer.shard_group", "trainer.pipeline_layers")
@@ -53,17 +56,31 @@ def has_run(folder: Path) -> bool:
     return os.path.isfile(folder / NAME) and bool(stored_steps(folder))
 
 
-def stored_steps(folder: Path) -> list[int]:
-    """Return the steps with a checkpoint in a run folder, newest first; none if it cannot be read."""
+def checkpoint_folder(folder: Path, config: Config | None = None) -> Location:
+    """Return the folder with the checkpoints of a run, by default with its stored settings."""
+    url = None
+    if config is not None:
+        url = config.checkpoint.dir
+    elif (folder / NAME).is_file() and b"://" in (folder / NAME).read_bytes():  # parsing takes time
+        url = read_values(folder).get("checkpoint.dir")
+    return folder / "checkpoints" if url is None else RemotePath(url)
+
+
+def stored_steps(folder: Path, config: Config | None = None) -> list[int]:
+    """Return the steps with a checkpoint of a run, newest first; none if they cannot be read."""
     try:
-        return list_steps(folder / "checkpoints")
-    except OSError:
+        return list_steps(checkpoint_folder(folder, config))
+    except (OSError, ConfigError):
         return []
 
 
-def list_steps(checkpoints: Path) -> list[int]:
+def list_steps(checkpoints: Location) -> list[int]:
     """Return the steps of the folders ``step_00000100``, newest first. Raises OSError if they cannot be listed."""
-    matches = map(_STEP.fullmatch, os.listdir(checkpoints))
+    if isinstance(checkpoints, RemotePath):  # its checkpoints are the folders with a manifest
+        names = [name.removesuffix(f"/{MANIFEST}") for name in checkpoints.files() if name.endswith(f"/{MANIFEST}")]
+    else:
+        names = os.listdir(checkpoints)
+    matches = map(_STEP.fullmatch, names)
     return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 

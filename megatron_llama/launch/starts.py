@@ -79,7 +79,7 @@ class Start:
 def log_start(plan: Plan) -> None:
     """Add the line of a start; a failure is a warning on stderr."""
     resume = plan.config.checkpoint.resume
-    saved = [] if resume == "never" else stored_steps(plan.run_dir)
+    saved = [] if resume == "never" else stored_steps(plan.run_dir, plan.config)
     step = saved[0] if saved else 0 if resume in ("auto", "never") else None
     command = os.environ.get(STARTED) or command_of_process()
     line = {"event": START, "time": round(time.time(), 3), "step": step, "command": shorten(command)}

@@ -277,6 +277,7 @@ def _checkpoints(plan: Plan) -> str:
         minutes = f"{saves.every_minutes:g}"
         parts.append(f"every {minutes} {'minute' if minutes == '1' else 'minutes'}")
     parts += ["at the end"] * saves.save_last + ["when stopped by a signal"]
+    parts += [f"in {saves.dir}"] if saves.dir else []
     keep = KEPT_BY_TIME if plan.replaces_checkpoints else saves.keep
     retained = "all are kept" if keep is None else f"the newest {'is' if keep == 1 else f'{keep:,} are'} kept"
     lines = [", ".join(parts)] + [retained] * bool(saves.every_steps or saves.every_minutes)

@@ -91,6 +91,8 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+_VERSIONS = ".versions.json"
+"""File of a local copy with the URL and the versions of its objects."""
 _REPORTED_BYTES = 100 << 20
 """Downloads above this size are reported on stderr."""
 MAX_WHOLE_BYTES = 1 << 30
@@ -173,10 +175,10 @@ def mirror(remote: RemotePath, patterns: Sequence[str] = ("*",)) -> Path:
     }
     if not objects:
         raise FileNotFoundError(errno.ENOENT, "there is no such object or folder", remote.url)
-    folder = Path(user_cache("objects")) / f"{hashlib.sha256(remote.url.encode()).hexdigest()[:12]}-{remote.name}"
+    folder = Path(user_cache("objects")) / hashlib.sha256(remote.url.encode()).hexdigest()[:12] / remote.name
     with file_lock(folder / ".lock"):
-        versions = folder / ".versions.json"
-        known = read_json(versions) if versions.exists() else {}
+        versions = folder / _VERSIONS
+        known = read_json(versions)["versions"] if versions.exists() else {}
         missing = [n for n, f in chosen.items() if known.get(n) != f.version or not (folder / n).is_file()]
         size, free = sum(chosen[name].size for name in missing), shutil.disk_usage(folder).free
         if size > free:
@@ -185,8 +187,15 @@ def mirror(remote: RemotePath, patterns: Sequence[str] = ("*",)) -> Path:
             sys.stderr.write(f"downloading {remote} to {folder}: {size / 2**30:.1f} GiB\n")
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(lambda name: _download(source / name, folder / name, chosen[name].size), missing))
-        write_atomically(versions, json.dumps({**known, **{name: facts.version for name, facts in chosen.items()}}))
+        known |= {name: facts.version for name, facts in chosen.items()}
+        write_atomically(versions, json.dumps({"url": source.url, "versions": known}))
     return folder / remote.name if is_file else folder
+
+
+def mirrored(folder: Path) -> RemotePath | None:
+    """Return the folder of a store whose local copy ``folder`` is; None for other folders."""
+    is_copy = folder.parent.parent == Path(user_cache("objects")) and (folder / _VERSIONS).is_file()
+    return RemotePath(read_json(folder / _VERSIONS)["url"]) if is_copy else None
 
 
 def _download(remote: RemotePath, path: Path, size: int) -> None:

@@ -36,6 +36,12 @@ def is_url(text: str) -> bool:
     return bool(_URL.fullmatch(text))
 
 
+def is_plain_url(text: str) -> bool:
+    """Return whether ``text`` is a URL without user name, query and fragment, which could have credentials."""
+    match = _URL.fullmatch(text)
+    return match is not None and not re.search(r"[@?#]|/\.{1,2}(/|$)", match["path"])
+
+
 @dataclass(frozen=True)
 class ObjectFacts:
     """Size and version of an object."""
@@ -54,8 +60,7 @@ class RemotePath:
 
     def __init__(self, url: str) -> None:
         """Raises ValueError unless ``url`` has a protocol and a path, and no user name or query."""
-        match = _URL.fullmatch(url)
-        if match is None or re.search(r"[@?#]|/\.{1,2}(/|$)", match["path"]):
+        if not is_plain_url(url):
             raise ValueError("must be a URL without credentials, such as s3://bucket/folder")
         self.url = url.rstrip("/")
 
@@ -159,14 +164,18 @@ class RemotePath:
         self._retried(lambda system, remote: system.get_file(remote, str(path)))
 
     def _retried(self, request: Callable[[Any, str], T]) -> T:
+        try:
+            system, path = _file_system(self.url)
+        except (ImportError, ValueError) as error:
+            raise OSError(
+                errno.EPROTONOSUPPORT, (missing_package(self.url) or (_reason(error),))[0], self.url
+            ) from error
         for delay in (*_DELAYS, None):
             try:
-                return request(*_file_system(self.url))
-            except (FileNotFoundError, PermissionError, ImportError) as error:
-                if isinstance(error, ImportError):
-                    raise
+                return request(system, path)
+            except (FileNotFoundError, PermissionError) as error:
                 if isinstance(error, FileNotFoundError):
-                    raise FileNotFoundError(errno.ENOENT, "there is no such object", self.url) from error
+                    raise FileNotFoundError(errno.ENOENT, "there is no such bucket or object", self.url) from error
                 raise PermissionError(errno.EACCES, "the store denies the access", self.url) from error
             except Exception as error:  # of the file system's HTTP library
                 if delay is None:
@@ -177,6 +186,11 @@ class RemotePath:
 
 Location = Path | RemotePath
 """A path on this host or in an object store."""
+
+
+def location(text: str) -> Location:
+    """Return the path that ``text`` names. Raises ValueError for a URL with credentials."""
+    return RemotePath(text) if is_url(text) else Path(text)
 
 
 class _Ranges(io.RawIOBase):

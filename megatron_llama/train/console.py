@@ -13,8 +13,10 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from megatron_llama import hooks
+from megatron_llama.config.stored import checkpoint_folder
 from megatron_llama.devices import Peak, get_device
 from megatron_llama.plan import Plan
+from megatron_llama.system.object_store import RemotePath
 from megatron_llama.system.progress import duration
 from megatron_llama.system.tables import open_console
 from megatron_llama.system.wrapping import WIDTH, escape_controls
@@ -102,7 +104,7 @@ class StepPrinter:
         lines = ["", *_result(plan, peak, records, self._start_step)]
         for sample in samples:
             lines += ["", "[dim]sample:[/]", *(f"  │ {escape(escape_controls(line))}" for line in sample.splitlines())]
-        lines += _outputs(plan.run_dir, picture)
+        lines += _outputs(plan, picture)
         self._console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
@@ -176,21 +178,22 @@ def _result(plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]], start_
     return lines
 
 
-def _outputs(run_dir: Path, picture: Path | None) -> list[str]:
+def _outputs(plan: Plan, picture: Path | None) -> list[str]:
     """Return lines with the paths of the run's files."""
+    run_dir, checkpoints = plan.run_dir, checkpoint_folder(plan.run_dir, plan.config)
     outputs = [
         ("loss curve", picture),
         ("report", run_dir / hooks.REPORT_FILE),
         ("metrics", run_dir / "metrics.jsonl"),
         ("TensorBoard", run_dir / "tensorboard"),
-        ("checkpoints", run_dir / "checkpoints"),
+        ("checkpoints", checkpoints),
         ("profile", run_dir / "profile" / "profile.txt"),
         ("settings, plan", run_dir / "config.yaml"),
     ]
     lines = [""]
     for label, path in outputs:
         is_due = label == "report" and hooks.is_installed(hooks.REPORT)  # written after the ranks have ended
-        if path is not None and (is_due or path.exists()):
+        if path is not None and (is_due or isinstance(path, RemotePath) or path.exists()):
             command = "tensorboard --logdir " if label == "TensorBoard" else ""
             lines.append(f"  {label:15s} {command}{escape(str(path))}")
     return lines

@@ -16,6 +16,7 @@ from types import FrameType
 
 from megatron_llama.checkpoint.folder import folder_name
 from megatron_llama.config.problems import write_override
+from megatron_llama.config.stored import checkpoint_folder
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.system.command import noted_command
@@ -77,7 +78,7 @@ class StopSignals(ExitStack):
 def describe_stop(plan: Plan, step: int, number: int | None) -> str:
     """Return the last lines of a run that a signal stopped after ``step``. ``number``: None if another rank got it."""
     cause = "a signal" if number is None else signal_name(number)
-    saved = plan.run_dir / "checkpoints" / folder_name(step)
+    saved = checkpoint_folder(plan.run_dir, plan.config) / folder_name(step)
     return f"{_fit(f'Stopped by {cause} at step {step}, saved', f'{saved};')}\n{_command('resume', plan)}"
 
 

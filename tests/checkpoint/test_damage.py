@@ -376,7 +376,7 @@ def test_non_finite_values_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.M
     state = f"{STATES}exp_avg_sq.{NORM}"
     tensors = {NORM: _spoiled(math.nan), state: _spoiled(math.inf)}
     save_part({name: Rectangles(tuple(t.shape), [((0, 0), t)]) for name, t in tensors.items()}, tmp_path, 0)
-    (tmp_path / NAME).write_text(merge(tmp_path, State(1, 1, "adamw", 1, 1, {})))
+    (tmp_path / NAME).write_text(merge(tmp_path, State(1, 1, "adamw", 1, 1, {})).text)
     stored = read_manifest(tmp_path).stored
     with pytest.raises(CorruptFile, match=rf"rank_00000.safetensors: {NORM} has nan at \[5, 1\]"):
         stored.load_into({NORM: _rows(2)})

@@ -23,6 +23,7 @@ from megatron_llama.checkpoint.stored_tensors import (
     check_finite,
 )
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.system.object_store import Location
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's states, by torch's names."""
@@ -228,7 +229,7 @@ def _check_heads(folder: Path, sources: Mapping[str, SourceTensor], heads: Seque
             raise ConfigError([Problem("model", str(folder), rule, instead)])
 
 
-def check_dtypes(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+def check_dtypes(folder: Location, tensors: Mapping[str, StoredTensor]) -> None:
     """Raise ConfigError if tensors have a dtype that is no weight's, such as integers of quantized weights."""
     others = [name for name, tensor in tensors.items() if tensor.dtype not in WEIGHT_DTYPES.values()]
     if others:

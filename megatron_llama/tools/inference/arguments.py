@@ -16,6 +16,7 @@ from megatron_llama.config.settings import DataConfig, DeviceConfig, TrainerConf
 from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import MachineError
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
+from megatron_llama.system.object_store import location
 from megatron_llama.system.programs import name_commands
 
 # Modules that import torch are imported in functions, so that --help is quick.
@@ -87,7 +88,7 @@ def model_parser(description: str, epilog: str) -> argparse.ArgumentParser:
         epilog=f"Exit status: 0 success, 2 invalid arguments, other values: failure.\n{epilog}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", type=Path, metavar="CHECKPOINT", help="checkpoint, run or Hugging Face folder")
+    parser.add_argument("model", type=location, metavar="CHECKPOINT", help="checkpoint, run or Hugging Face folder")
     parser.add_argument("--base", type=Path, metavar="FOLDER", help="base model of LoRA, if its folder has moved")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
     parser.add_argument(

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_llama.arch.shapes import head_dim, kv_heads
 from megatron_llama.checkpoint.export import GENERATION, check_base, model_of
-from megatron_llama.checkpoint.folder import find_checkpoint
+from megatron_llama.checkpoint.folder import find_checkpoint, local_model
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.lora_adapter import (
     MergedTensors,
@@ -37,6 +37,7 @@ from megatron_llama.config.settings_table import check_limits
 from megatron_llama.plan.choices import choose_defaults
 from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.rule import check_rules
+from megatron_llama.system.object_store import Location
 from megatron_llama.text.chat_template import TrainedTemplate, trained_template
 from megatron_llama.text.tokenizer import (
     FAST_JSON,
@@ -74,7 +75,7 @@ class SavedModel:
     """Tokens that the run added to ``tokenizer``."""
 
 
-def open_saved_model(path: Path, base: Path | None = None) -> SavedModel:
+def open_saved_model(path: Location, base: Path | None = None) -> SavedModel:
     """Open the model at a path; read only headers and samples for a fingerprint.
 
     Args:
@@ -86,7 +87,7 @@ def open_saved_model(path: Path, base: Path | None = None) -> SavedModel:
         ConfigError: the path is none of these.
         CorruptFile: a file is damaged.
     """
-    path = Path(resolve_hub_name(str(path), weights=True))
+    path = Path(resolve_hub_name(str(local_model(path)), weights=True))
     base = None if base is None else Path(resolve_hub_name(str(base), weights=True))
     if (path / ADAPTER_CONFIG).is_file() and not any((path / name).is_file() for name in (INDEX, SINGLE)):
         return _open_adapter(path, base)

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_llama.config import Config, ConfigError, from_yaml
 from megatron_llama.config.data_settings import split_weights
 from megatron_llama.config.settings import DataConfig, DeviceConfig, TrainerConfig
-from megatron_llama.config.stored import NAME, read_values, stored_steps
+from megatron_llama.config.stored import NAME, checkpoint_folder, read_values, stored_steps
 from megatron_llama.corpus.blend import BlendTimeline, segments_from_json
 from megatron_llama.launch.starts import STARTS_FILE, Start, read_starts
 from megatron_llama.launch.world import World
@@ -152,7 +152,7 @@ def _read_shares(run: Run) -> Shares | None:
         from megatron_llama.checkpoint.stored_tensors import CorruptFile
 
         try:
-            state = read_manifest(run.folder / "checkpoints" / folder_name(step)).state
+            state = read_manifest(checkpoint_folder(run.folder) / folder_name(step)).state
             return shares_of_record(state.data or {}, step)
         except CorruptFile as error:
             run.notes.append(f"no data shares of step {step:,}: {error}")
