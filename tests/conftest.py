@@ -115,14 +115,13 @@ def object_server() -> Iterator[int]:
 @pytest.fixture
 def store(object_server: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Store:
     """A new bucket of the store, its environment, and an empty cache folder."""
-    import s3fs
-
+    from megatron_llama.system.object_store import end_threads
     from tests.object_store import new_bucket
 
     store = new_bucket(object_server, f"bucket{next(BUCKETS)}")
     for name, value in {**store.environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}.items():
         monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
+    end_threads()
     return store
 
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 import tests.warm  # noqa: F401  before the first fork
 from megatron_llama.devices.cpu import DEVICE
 from megatron_llama.devices.cpu.shared_memory import register
+from megatron_llama.system.object_store import end_threads
 
 _OF_TORCH = ("pt_", "gloo")
 """Starts of the names of native threads: stores, process groups, autograd. Pools of math libraries have the name of the
@@ -60,6 +61,7 @@ def _is_of_runner(thread: threading.Thread) -> bool:
 
 def check_threads(seconds: float = _END_SECONDS) -> None:
     """Raise AssertionError if foreign threads are alive; they have ``seconds`` to end. Called before a test forks."""
+    end_threads()
     if not foreign_threads():
         return
     gc.collect()  # tracebacks of expected errors keep stores alive

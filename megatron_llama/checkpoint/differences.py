@@ -43,7 +43,7 @@ SETTINGS = {
         "logging": "every_steps tensorboard csv prometheus wandb wandb_project trackio mlflow parameter_norm "
         "sample_prompts sample_tokens",
         "checkpoint": "every_steps every_minutes keep keep_every keep_best resume allow save_last "
-        "export_hf asynchronous save_timeout_seconds max_failed_saves fallback_dir",
+        "dir export_hf asynchronous save_timeout_seconds max_failed_saves fallback_dir",
         "launch": "hosts hostfile ssh",
         "run": "dir",
         "": "dry_run allow_targets",

@@ -45,6 +45,7 @@ from megatron_llama.system.errors import LaunchFailed
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.interrupts import signal_name
 from megatron_llama.system.limits import explain_crash
+from megatron_llama.system.object_store import end_threads
 from megatron_llama.system.phase import FINISHING, Phase, PhaseFile
 from megatron_llama.system.signals import is_stopped
 from megatron_llama.system.wrapping import wrap
@@ -176,6 +177,7 @@ class Rank(Child):
         # Unnamed temporary files survive the rank and need no cleanup.
         report_file, crash_file, phase_file = tempfile.TemporaryFile(), tempfile.TemporaryFile(), PhaseFile()
         files = report_file.fileno(), crash_file.fileno(), phase_file.file.fileno()
+        end_threads()
         launcher, pid = os.getpid(), os.fork() if device.forkable else None
         if pid == 0:
             if listener is not None:

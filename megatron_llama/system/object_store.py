@@ -7,9 +7,11 @@ space. Credentials come from the provider's own chain (environment, files, insta
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import random
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -216,6 +218,23 @@ class _Ranges(io.RawIOBase):
         buffer[: len(content)] = content
         self._position += len(content)
         return len(content)
+
+
+def end_threads() -> None:
+    """End the threads of fsspec, which must not exist when this process forks; a later request starts new ones."""
+    asyn = sys.modules.get("fsspec.asyn")
+    if asyn is None or (loop := asyn.loop[0]) is None:
+        return
+    for system in sys.modules["fsspec.registry"].registry.values():
+        system.clear_instance_cache()
+    gc.collect()  # closes their connections
+    import asyncio
+
+    asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    asyn.iothread[0].join()
+    asyn.loop[0] = asyn.iothread[0] = None
+    loop.close()
 
 
 def missing_package(url: str) -> tuple[str, str] | None:

@@ -172,6 +172,7 @@ CHANGES: dict[str, Change] = {
     ),
     "logging.sample_prompts": Change(["a"], also={"data.tokenizer": "tokenizer.model"}),
     "logging.sample_tokens": Change(8),
+    "checkpoint.dir": Change("s3://bucket/run"),
     **of("checkpoint", "every_steps=10 every_minutes=5.0 keep=2 keep_every=100"),
     "checkpoint.keep_best": Change(True, {"trainer.val_every_steps": 100}),
     "checkpoint.resume": Change("runs/one/checkpoints/step_00000003"),

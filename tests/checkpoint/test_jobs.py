@@ -87,10 +87,10 @@ def _fails_while_it_saves(kind: str) -> Work:
     def work(plan: Plan) -> None:
         save, failing = saving.save_part, Path(str(plan.config.run.dir)) / "failing"
 
-        def save_part(tensors: Any, folder: Path, number: int) -> None:
+        def save_part(tensors: Any, folder: Path, number: int, writer: str) -> None:
             while "00000002" in folder.name and not failing.exists() and not (kind == "killed" and number == 1):
                 time.sleep(0.01)
-            save(tensors, folder, number)
+            save(tensors, folder, number, writer)
 
         saving.save_part = save_part
         _with_each_step(act)(plan)

@@ -32,7 +32,7 @@ def test_a_fault_is_retried(kind: str, store: Store) -> None:
 
 def test_a_lasting_fault_is_named(store: Store) -> None:
     path = RemotePath(store.url("x.bin"))
-    with pytest.raises(FileNotFoundError, match="there is no such object.*x.bin"):
+    with pytest.raises(FileNotFoundError, match="there is no such bucket or object.*x.bin"):
         path.read_bytes()
     store.put("x.bin", CONTENT)
     store.fault("denied", "x.bin", count=100)

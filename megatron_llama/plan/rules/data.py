@@ -40,6 +40,7 @@ from megatron_llama.plan.data_schedules import MOST_LEVELS, first_steps
 from megatron_llama.plan.rules.layout import sequence_parts
 from megatron_llama.plan.rules.rule import reads
 from megatron_llama.system.installed import pip_install
+from megatron_llama.system.object_store import is_url
 from megatron_llama.topology import Grid
 
 
@@ -286,6 +287,8 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
 
 def _checkpoint(config: Config, exists: Exists) -> Iterator[Problem]:
     resume = config.checkpoint.resume
+    if is_url(resume):  # rank 0 asks the store
+        return
     if resume not in ("auto", "never") and not exists(resume):
         advice = closest_match(resume, ("auto", "never")) or "auto, never, or the path of a checkpoint"
         rule = "must be auto, never or the path of a checkpoint"

@@ -1,0 +1,208 @@
+"""``checkpoint.dir`` in an object store: the same bits as on a disk, in any layout, through faults and damage."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_llama.checkpoint import rank_files, saving
+from megatron_llama.checkpoint.checkpointer import Checkpointer
+from megatron_llama.checkpoint.folder import begin_writing, find_checkpoint, saved_steps
+from megatron_llama.checkpoint.manifest import NAME, read_manifest
+from megatron_llama.system import object_store
+from megatron_llama.system.object_store import RemotePath
+from scripts import export_hf, verify_checkpoint
+from tests.checkpoint.runner import Job, Tensors, assert_same, losses, run
+from tests.messages import raises_with_message
+from tests.object_store import Store
+from tests.ranks import RankFailed
+
+LAYOUT, EVERY_STEP, NO_SAVE = ["trainer.tp=2"], "checkpoint.every_steps=1", "checkpoint.save_last=false"
+
+
+@pytest.fixture(autouse=True)
+def small_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divide the tensors of the small model into objects too, and retry at once."""
+    monkeypatch.setattr(rank_files, "OBJECT_BYTES", 20_000)
+    monkeypatch.setattr(object_store, "_DELAYS", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(saving, "_FIRST_DELAY", 1e-3)
+
+
+def tensors_of(folder: Path | RemotePath) -> Tensors:
+    stored = read_manifest(folder).stored
+    return {name: stored.rows(name) for name in stored.tensors}
+
+
+def check_only_published(store: Store, steps: list[int]) -> None:
+    """Check that the run's folder has the objects of these checkpoints, and no others."""
+    checkpoints = RemotePath(store.url("run"))
+    assert saved_steps(checkpoints) == steps
+    names = {"latest", "writer.json"}
+    for step in steps:
+        manifest = read_manifest(checkpoints / f"step_{step:08d}")
+        manifest.check_sizes()
+        names |= {f"step_{step:08d}/{name}" for name in (NAME, *manifest.files)}
+    assert checkpoints.files().keys() == names
+
+
+@pytest.mark.parametrize(
+    ("method", "match", "kinds"),
+    [
+        pytest.param("", "", [], id="no fault"),
+        pytest.param("PUT", ".safetensors", ["slow down", "error", "reset"], id="uploads", marks=pytest.mark.slow),
+        pytest.param("GET", "", ["truncated", "error"], id="downloads", marks=pytest.mark.slow),
+    ],
+)
+def test_each_layout_resumes_with_the_same_bits(
+    method: str, match: str, kinds: list[str], store: Store, tmp_path: Path
+) -> None:
+    remote, url = f"checkpoint.dir={store.url('run')}", RemotePath(store.url("run"))
+    run(2, tmp_path / "disk", *LAYOUT, EVERY_STEP, until=2)
+    for number, kind in enumerate(kinds):
+        store.fault(kind, match, method, count=3, skip=2 * number)
+    first = run(2, tmp_path / "run", *LAYOUT, EVERY_STEP, remote, until=2)
+    check_only_published(store, [2, 1])
+    on_disk = tensors_of(find_checkpoint(tmp_path / "disk"))
+    assert len(read_manifest(url / "step_00000002").files) > 8, "tensors are divided"
+    assert_same(tensors_of(url / "step_00000002"), on_disk)
+    whole = run(2, tmp_path / "whole", *LAYOUT, NO_SAVE, until=3)
+    for name, (ranks, layout) in {"tp2": (2, LAYOUT), "pp2": (2, ["trainer.pp=2"]), "one": (1, [])}.items():
+        for number, kind in enumerate(kinds):
+            store.fault(kind, match, method, count=3, skip=2 * number)
+        resumed = run(ranks, tmp_path / name, *layout, remote, NO_SAVE, until=3)  # no local file
+        assert resumed.started_at == 2
+        if layout == LAYOUT:
+            assert {**first.losses, **resumed.losses} == whole.losses
+            assert_same(resumed.tensors, whole.tensors)
+
+
+def test_retention_and_a_new_beginning(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    url, remote = RemotePath(store.url("run")), f"checkpoint.dir={store.url('run')}"
+    run(1, tmp_path / "run", EVERY_STEP, remote, "checkpoint.keep=2", until=4)
+    check_only_published(store, [4, 3])
+    store.put("run/step_00000005/rank_00000.0badc0de.json", b"{}")  # of a start that was killed
+    assert run(1, tmp_path / "run", remote, NO_SAVE, "checkpoint.resume=never", until=1).started_at == 0
+    assert saved_steps(url) == [] and saved_steps(url.with_name("run.1")) == [4, 3]
+    assert run(1, tmp_path / "run", remote, f"checkpoint.resume={url}.1/latest", NO_SAVE).started_at == 4
+    names = [*map(str, url.with_name("run.1").files())]
+    assert not [name for name in names if "0badc0de" in name]
+    for path in (f"{url}.1", f"{url}.1/step_00000003"):
+        monkey = ["verify_checkpoint.py", path]
+        assert _call(verify_checkpoint.main, monkey) == 0
+    assert "step 4" in (text := capsys.readouterr().out) and "step 3" in text
+    assert _call(export_hf.main, ["export_hf.py", f"{url}.1/step_00000004", str(tmp_path / "hf")]) == 0
+    assert (tmp_path / "hf" / "model.safetensors").exists()
+    assert _call(verify_checkpoint.main, ["verify_checkpoint.py", store.url("other")]) == 2
+    assert "is not a checkpoint" in capsys.readouterr().err
+
+
+def _call(main: Callable[[], int], arguments: list[str]) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", arguments)
+        return main()
+
+
+def _change(store: Store, name: str, change: Callable[[bytes], bytes]) -> None:
+    store.put(name, change(store.get(name)))
+
+
+def _flipped(content: bytes) -> bytes:
+    return content[:-9] + bytes([content[-9] ^ 0x10]) + content[-8:]
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Store, str], object], str]] = {
+    "truncated": (".safetensors", lambda store, name: _change(store, name, lambda c: c[:-5]), r"has \d+ of \d+ bytes"),
+    "flipped": (".safetensors", lambda store, name: _change(store, name, _flipped), "wrong hash of .* from row "),
+    "missing": (".safetensors", Store.delete, "there is no such"),
+    "manifest": (NAME, lambda store, name: _change(store, name, lambda c: c[:600] + b"x" + c[601:]), f"{NAME}: "),
+    "empty manifest": (NAME, lambda store, name: store.put(name, b""), f"{NAME}: not JSON"),
+    "no manifest": (NAME, Store.delete, ""),
+}
+
+
+FAST_DAMAGES = ("flipped", "no manifest")
+
+
+@pytest.mark.parametrize(
+    "name", [each if each in FAST_DAMAGES else pytest.param(each, marks=pytest.mark.slow) for each in DAMAGES]
+)
+def test_the_one_before_a_damaged_one_is_used(
+    name: str, store: Store, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    ending, damage, message = DAMAGES[name]
+    remote = f"checkpoint.dir={store.url('run')}"
+    run(1, tmp_path / "run", EVERY_STEP, remote, until=2)
+    damage(
+        store,
+        next(
+            each for each in reversed(store.names()) if each.startswith("run/step_00000002") and each.endswith(ending)
+        ),
+    )
+    after = run(1, tmp_path / "other", remote, until=2)
+    assert after.started_at == 1 and re.search(message, capfd.readouterr().err)
+    check_only_published(store, [2, 1])  # the damaged one is replaced
+
+
+def test_a_second_run_stops_the_first(store: Store, tmp_path: Path) -> None:
+    remote = f"checkpoint.dir={store.url('run')}"
+
+    def begin_another(checkpointer: Checkpointer) -> None:
+        resume = checkpointer.resume
+
+        def resume_then_begin() -> object:
+            plan = resume()
+            if checkpointer.topology.rank == 0:
+                begin_writing(checkpointer.checkpoints, Path("/elsewhere"))
+            return plan
+
+        checkpointer.resume = resume_then_begin  # type: ignore[assignment,method-assign]
+
+    with raises_with_message(RankFailed, "another run writes there: /elsewhere on "):
+        run(2, tmp_path / "run", *LAYOUT, EVERY_STEP, remote, until=1, tamper=begin_another)
+    assert saved_steps(RemotePath(store.url("run"))) == []
+    assert json.loads(store.get("run/writer.json"))["run_dir"] == "/elsewhere"
+
+
+def test_a_save_that_fails_for_good_stops_the_run(store: Store, tmp_path: Path) -> None:
+    store.fault("denied", "step_00000002", "PUT", count=1000)
+    settings = [EVERY_STEP, "checkpoint.save_timeout_seconds=0.01", "checkpoint.max_failed_saves=2"]
+    result = run(2, tmp_path / "run", *LAYOUT, *settings, f"checkpoint.dir={store.url('run')}", until=3)
+    assert len(result.losses) == 3
+    check_only_published(store, [3, 1])
+    store.fault("denied", "step_0000000", "PUT", count=1000)
+    with raises_with_message(RankFailed, "step_00000005 .*the store denies the access"):
+        run(2, tmp_path / "run", *LAYOUT, *settings, f"checkpoint.dir={store.url('run')}", until=6)
+    check_only_published(store, [3, 1])
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("gs://bucket/run", "needs a package that is not installed"),
+        ("foo://bucket/run", "has the unknown protocol foo"),
+        ("s3://user:secret@bucket/run", "must be a URL without credentials"),
+        ("/tmp/run", "must be a URL without credentials"),
+        ("s3://no-such-bucket/run", "there is no such bucket"),
+    ],
+)
+def test_a_url_that_cannot_be_used(url: str, message: str, store: Store, tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", f"checkpoint.dir={url}", "trainer.steps=1")
+    assert job.wait() == 2, job.output
+    text = " ".join(job.output.split())
+    assert message in text and "checkpoint.dir" in text and "secret" not in text and "Traceback" not in text
+    assert "secret" not in "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_a_run_of_the_command_line(store: Store, tmp_path: Path) -> None:
+    settings = [*LAYOUT, "trainer.steps=2", f"checkpoint.dir={store.url('run')}"]
+    job = Job(tmp_path / "run", *settings)
+    assert job.wait() == 0 and store.url("run") in job.output
+    assert find_checkpoint(tmp_path / "run").name == "step_00000002"
+    job = Job(tmp_path / "run", "trainer.steps=3", "checkpoint.export_hf=true")  # the rest is stored
+    assert job.wait() == 0 and "step_00000002" in job.output, job.output
+    assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3]
+    assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
