@@ -33,8 +33,7 @@ from megatron_llama.system.object_store import end_threads
 _OF_TORCH = ("pt_", "gloo")
 """Starts of the names of native threads: stores, process groups, autograd. Pools of math libraries have the name of the
 process, and survive a fork."""
-_OF_RUNNER = ("pytest_timeout", "fsspecIO")
-"""pytest-timeout's threads, and fsspec's, which fsspec replaces in a fork."""
+_OF_RUNNER = "pytest_timeout"
 _END_SECONDS = 10.0
 
 
@@ -53,7 +52,7 @@ def foreign_threads() -> list[str]:
 
 
 def _is_of_runner(thread: threading.Thread) -> bool:
-    """Return whether the thread belongs to pytest-timeout or fsspec."""
+    """Return whether the thread belongs to pytest-timeout."""
     target = getattr(thread, "function", None) or getattr(thread, "_target", None)
     names = (thread.name, type(thread).__module__, getattr(target, "__module__", None) or "")
     return any(name.startswith(_OF_RUNNER) for name in names)

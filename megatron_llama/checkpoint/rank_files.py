@@ -187,12 +187,12 @@ def _objects(tensors: Mapping[str, Rectangles]) -> Iterator[list[Part]]:
         for offset, part in whole.parts:
             rows = block_rows(tuple(part.shape), part.dtype.itemsize, OBJECT_BYTES)
             for start in range(0, part.shape[0], rows):
-                piece = part[start : start + rows]
-                if group and size + piece.nbytes > OBJECT_BYTES:
+                span = part[start : start + rows]
+                if group and size + span.nbytes > OBJECT_BYTES:
                     yield group
                     group, size = [], 0
-                group.append((name, (offset[0] + start, *offset[1:]), piece))
-                size += piece.nbytes
+                group.append((name, (offset[0] + start, *offset[1:]), span))
+                size += span.nbytes
     if group:
         yield group
 

@@ -217,7 +217,7 @@ def not_blank(rule: str, example: str) -> Limit:
 
 def plain_url(example: str) -> Limit:
     """Require the URL of a folder in an object store."""
-    return Limit(is_plain_url, "must be a URL without credentials", example)
+    return Limit(is_plain_url, "must be the URL of an object store, without credentials", example)
 
 
 def is_weight(item: object) -> bool:

@@ -406,7 +406,7 @@ def disk_use(plan: Plan, first: int, saved: int) -> DiskUse:
     periodic = steps // every - first // every if every and trains else 0
     last = saves.save_last and (trains or steps == 0) and not (periodic and every and steps % every == 0)
     sure, most = periodic + last, None if saves.every_minutes and trains else periodic + last
-    if saves.dir is not None:  # the run's folder has none
+    if saves.dir is not None:  # the run's folder has no checkpoint
         sure, most = 0, 0
     limit = None if saves.dir else saves.keep or (KEPT_BY_TIME if plan.replaces_checkpoints and not every else None)
     if limit is not None:

@@ -1,4 +1,4 @@
-"""``checkpoint.dir`` in an object store: the same bits as on a disk, in any layout, through faults and damage."""
+"""``checkpoint.dir`` in an object store: bit-identical to a disk in any layout, through faults and damage."""
 
 from __future__ import annotations
 
@@ -184,8 +184,8 @@ def test_a_save_that_fails_for_good_stops_the_run(store: Store, tmp_path: Path) 
     [
         ("gs://bucket/run", "needs a package that is not installed"),
         ("foo://bucket/run", "has the unknown protocol foo"),
-        ("s3://user:secret@bucket/run", "must be a URL without credentials"),
-        ("/tmp/run", "must be a URL without credentials"),
+        ("s3://user:secret@bucket/run", "must be the URL of an object store, without credentials"),
+        ("/tmp/run", "must be the URL of an object store, without credentials"),
         ("s3://no-such-bucket/run", "there is no such bucket"),
     ],
 )

@@ -143,6 +143,7 @@ BOUNDS: dict[str, Bounds] = {
     "checkpoint.fallback_dir": (["", " "], [None, "other"]),
     "checkpoint.every_minutes": ([-1], [None, 0, 0.5, 15.0]),
     "checkpoint.allow": ([["lr"], ["data", "data"]], [[], ["data"], ["optim", "batch"]]),
+    "checkpoint.dir": (["/tmp/run", "s3://user:secret@bucket/run"], ["s3://bucket/run", "gs://bucket/a/b"]),
     "checkpoint.resume": (["", " "], ["auto", "never", "runs/one/checkpoints/step_00000010"]),
 }
 
