@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-import megatron_llama.train.run_rank  # noqa: F401  imported before the fork
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.foreign.detect import open_foreign
@@ -25,7 +26,9 @@ from megatron_llama.optim.blockwise import BlockwiseState
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.data_schedules import BatchSchedule
+from megatron_llama.train import loop
 from megatron_llama.train.metrics_file import read_metrics
+from megatron_llama.train.run_rank import run_rank
 from tests.messages import unwrap
 from tests.oracle import SHAPE, assemble, rank_data, rank_groups, rank_model, rectangles
 from tests.paths import CONF
@@ -35,6 +38,7 @@ from tests.ranks import run_ranks
 SMALL = (*SHAPE, "optim.lr=0.003")
 Tensors = dict[str, torch.Tensor]
 Tamper = Callable[[Checkpointer], None]
+Work = Callable[[Plan], None]
 
 
 @dataclass
@@ -174,6 +178,33 @@ class Job(Launcher):
     @property
     def output(self) -> str:
         return self.out.read_text(errors="replace") if self.out.exists() else ""
+
+
+def with_each_step(act: Callable[[int, Path], None]) -> Work:
+    """The work of a rank that calls ``act(step, run_dir)`` before each step."""
+
+    def work(plan: Plan) -> None:
+        step, run_dir = loop.training_step, Path(str(plan.config.run.dir))
+
+        def training_step(number: int, *more: Any) -> Any:
+            act(number, run_dir)
+            return step(number, *more)
+
+        loop.training_step = training_step  # type: ignore[assignment]
+        run_rank(plan)
+
+    return work
+
+
+def kill_in_each_part(run_dir: Path, chance: random.Random, *settings: str) -> None:
+    """Kill a run of six steps at three random moments, each in another part of it."""
+    reached = 0
+    for held in (2, 4, 6):  # a step that this attempt does not come through, so that it can't end before it is killed
+        job = Job(run_dir, *settings, work=with_each_step(lambda step, _: time.sleep(600 * (step == held))))  # noqa: B023
+        job.until(lambda: len(losses(run_dir)) > reached)  # noqa: B023  called at once
+        time.sleep(chance.uniform(0, 0.4))
+        job.kill()
+        reached = max(reached, len(losses(run_dir)))
 
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,47 +20,34 @@ from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
-from megatron_llama.train import loop, stop_signals
+from megatron_llama.train import stop_signals
 from megatron_llama.train.run_rank import run_rank
-from tests.checkpoint.runner import Job, assert_same, final_tensors, leftovers, losses, make_plan
+from tests.checkpoint.runner import (
+    Job,
+    Work,
+    assert_same,
+    final_tensors,
+    kill_in_each_part,
+    leftovers,
+    losses,
+    make_plan,
+    with_each_step,
+)
 from tests.processes import hasten, rank, status_of_fork
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.timeout(900),  # more than the limits in runner.py add up to
 ]
-Work = Callable[[Plan], None]
 TP2 = ["trainer.tp=2"]
 RUN = [*TP2, "trainer.steps=6", "checkpoint.every_steps=1", "checkpoint.keep=3"]
-
-
-def _with_each_step(act: Callable[[int, Path], None]) -> Work:
-    """The work of a rank that calls ``act(step, run_dir)`` before each step."""
-
-    def work(plan: Plan) -> None:
-        step, run_dir = loop.training_step, Path(str(plan.config.run.dir))
-
-        def training_step(number: int, *more: Any) -> Any:
-            act(number, run_dir)
-            return step(number, *more)
-
-        loop.training_step = training_step  # type: ignore[assignment]
-        run_rank(plan)
-
-    return work
 
 
 @pytest.mark.slow
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     # Few kills, each in another part of a run; python -m tests.chaos does hundreds.
     whole, folder, chance = tmp_path / "whole", tmp_path / "run", random.Random(4)
-    reached = 0
-    for held in (2, 4, 6):  # a step that this attempt does not come through, so that it can't end before it is killed
-        job = Job(folder, *RUN, work=_with_each_step(lambda step, _: time.sleep(600 * (step == held))))  # noqa: B023
-        job.until(lambda: len(losses(folder)) > reached)  # noqa: B023  called at once
-        time.sleep(chance.uniform(0, 0.4))
-        job.kill()
-        reached = max(reached, len(losses(folder)))
+    kill_in_each_part(folder, chance, *RUN)
     for run_dir in (folder, whole):
         job = Job(run_dir, *RUN)
         assert job.wait() == 0, job.output
@@ -93,7 +79,7 @@ def _fails_while_it_saves(kind: str) -> Work:
             save(tensors, folder, number, writer)
 
         saving.save_part = save_part
-        _with_each_step(act)(plan)
+        with_each_step(act)(plan)
 
     return work
 
@@ -143,7 +129,7 @@ def test_a_hang_prints_every_ranks_stacks_and_fails(tmp_path: Path, monkeypatch:
             time.sleep(600 * rank())
 
     hasten(monkeypatch, tmp_path / "hasten")
-    job = Job(run_dir, *TP2, work=_with_each_step(stuck_in_the_third_step))
+    job = Job(run_dir, *TP2, work=with_each_step(stuck_in_the_third_step))
     job.until(lambda: (run_dir / "third0").exists() and (run_dir / "third1").exists())
     (tmp_path / "hasten").touch()
     assert job.wait() == 1
@@ -200,7 +186,7 @@ def test_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
             (run_dir / "failed_once").touch()
             raise RuntimeError("a fault of the moment")
 
-    job = Job(folder, *RUN, "trainer.max_restarts=1", work=_with_each_step(fails_once))
+    job = Job(folder, *RUN, "trainer.max_restarts=1", work=with_each_step(fails_once))
     assert job.wait() == 0, job.output
     assert "a fault of the moment" in job.output and "Restart 1 of 1" in job.output
     assert [step for step, _ in losses(folder)] == [1, 2, 3, 4, 5, 6] and leftovers(folder) == []

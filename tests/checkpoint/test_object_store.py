@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from megatron_llama.checkpoint.manifest import NAME, read_manifest
 from megatron_llama.system import object_store
 from megatron_llama.system.object_store import RemotePath
 from scripts import export_hf, verify_checkpoint
-from tests.checkpoint.runner import Job, Tensors, assert_same, losses, run
+from tests.checkpoint.runner import Job, Tensors, assert_same, kill_in_each_part, losses, run
 from tests.messages import raises_with_message
 from tests.object_store import Store
 from tests.ranks import RankFailed
@@ -206,3 +207,20 @@ def test_a_run_of_the_command_line(store: Store, tmp_path: Path) -> None:
     assert job.wait() == 0 and "step_00000002" in job.output, job.output
     assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3]
     assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1])
+def test_kills_and_faults_lose_no_step(seed: int, store: Store, tmp_path: Path) -> None:
+    chance, settings = random.Random(seed), [*LAYOUT, EVERY_STEP, "trainer.steps=6", "checkpoint.keep=3"]
+    for kind in ("slow down", "error", "reset", "truncated", "latency"):
+        store.fault(kind, "", chance.choice(["GET", "PUT"]), count=4, skip=chance.randrange(40), seconds=0.05)
+    remote = f"checkpoint.dir={store.url('run')}"
+    kill_in_each_part(tmp_path / "run", chance, *settings, remote)
+    for folder, more in ((tmp_path / "run", [remote]), (tmp_path / "whole", [])):
+        job = Job(folder, *settings, *more)
+        assert job.wait() == 0, job.output
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    newest = RemotePath(store.url("run/step_00000006"))
+    assert_same(tensors_of(newest), tensors_of(find_checkpoint(tmp_path / "whole")))
+    check_only_published(store, [6, 5, 4])
