@@ -15,14 +15,7 @@ from tests.compiled import skip_without_compiler
 from tests.layouts import table, tampers
 from tests.layouts.table import LAYOUTS
 from tests.layouts.tampers import chunks_of_12, passes_of_the_compiled_loss
-from tests.oracle import (
-    TOLERANCE,
-    Result,
-    Tamper,
-    oracle,
-    run_layout,
-    worst,
-)
+from tests.oracle import TOLERANCE, Result, Tamper, oracle, run_layout, worst
 from tests.paths import ROOT
 from tests.rows import rows
 

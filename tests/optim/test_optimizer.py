@@ -21,17 +21,7 @@ from megatron_llama.optim.optimizer import build_schedule, decays
 from megatron_llama.parallel import Shard
 from megatron_llama.plan import Plan
 from tests.model.llamas import hf_config, load, whole_batch
-from tests.oracle import (
-    CPU,
-    Result,
-    Tensors,
-    distance,
-    make_plan,
-    on_ranks,
-    oracle,
-    run_layout,
-    worst,
-)
+from tests.oracle import CPU, Result, Tensors, distance, make_plan, on_ranks, oracle, run_layout, worst
 from tests.ranks import run_ranks
 from tests.rows import rows
 
