@@ -120,7 +120,6 @@ def test_each_failure_is_detected(
 @pytest.mark.long
 @pytest.mark.slow
 def test_short_campaign(tmp_path: Path) -> None:
-    """Two faults of each kind."""
     command = [sys.executable, "-m", "tests.chaos", str(tmp_path / "chaos"), "--faults", "18", "--seed", "3"]
     done = run_command(*command, "--layouts", "single,tp2", timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr

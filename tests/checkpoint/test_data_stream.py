@@ -103,9 +103,7 @@ def by_hand() -> tuple[list[float], list[int]]:
     return run_ranks(_by_hand, 1, make_plan(1, Path("unused"), *RISING), RISING_SIZES)[0]
 
 
-def test_a_batch_schedule_trains_on_the_batches_counted_by_hand(
-    tmp_path: Path, by_hand: tuple[list[float], list[int]]
-) -> None:
+def test_a_batch_schedule_is_that_counted_by_hand(tmp_path: Path, by_hand: tuple[list[float], list[int]]) -> None:
     expected, consumed = by_hand
     folder = tmp_path / "run"
     for more in (["trainer.tp=2", "checkpoint.every_steps=5", "trainer.steps=5"], ["trainer.dp=2"]):

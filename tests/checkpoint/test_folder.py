@@ -110,9 +110,7 @@ def test_extended_run_keeps_its_first_export(tmp_path: Path, capfd: pytest.Captu
 @pytest.mark.parametrize(
     ("function", "marked"), [("point_to_best", "step_00000002\n"), ("prune", "step_00000008\n")], ids=["mark", "prune"]
 )
-def test_killed_between_the_steps_of_a_save(
-    tmp_path: Path, function: str, marked: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_within_a_save(tmp_path: Path, function: str, marked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run(1, tmp_path, *KEEP, until=7, tamper=validating())
 
     def killed(*arguments: object) -> None:

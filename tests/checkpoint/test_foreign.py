@@ -97,7 +97,6 @@ def test_malicious_pickles_are_rejected(copy: Path, tmp_path: Path) -> None:
 
 
 def test_damaged_files_are_rejected(copy: Path, tmp_path: Path) -> None:
-    """Truncated and missing files are named."""
     model = make_plan(1, tmp_path, *SETTINGS).model
     files = [*_pickles(copy), *sorted(copy.rglob("*.distcp"))[:1], *copy.rglob("*.safetensors")]
     for path in files:
@@ -125,9 +124,7 @@ def test_another_model_is_rejected(copy: Path, tmp_path: Path) -> None:
         (("finetune.method=lora", "init_from=models/base"), "finetune.method"),
     ],
 )
-def test_states_that_a_source_lacks(
-    trained: tuple[Path, Trained], tmp_path: Path, settings: tuple[str, ...], field: str
-) -> None:
+def test_missing_states(trained: tuple[Path, Trained], tmp_path: Path, settings: tuple[str, ...], field: str) -> None:
     config = load_config([*SMALL, *SETTINGS, f"run.dir={tmp_path}", *settings], CONF)
     plan = resolve(config, 1, exists=lambda path: True)
     foreign = open_foreign(trained[0], plan.model, resumes=True)
@@ -137,13 +134,11 @@ def test_states_that_a_source_lacks(
 
 
 def test_a_foreign_folder_is_rejected(tmp_path: Path) -> None:
-    """The folder has no known format."""
     (tmp_path / "empty").mkdir()
     assert "empty" in rejection(tmp_path / "empty", make_plan(1, tmp_path, *SETTINGS).model)
 
 
 def test_descriptions(trained: tuple[Path, Trained]) -> None:
-    """Complete checkpoints have weights, moments and a step; their position in the data is missing."""
     description = describe(trained[0])
     rows = dict(description.rows)
     assert rows["step"] == "3" and rows["layers"] == "4"
@@ -162,7 +157,6 @@ def test_missing_parts_are_described(copy: Path) -> None:
 def test_inspect_checkpoint(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit statuses 0, 1 and 2; lines of at most 80 columns."""
 
     def inspect(path: Path) -> tuple[int, str]:
         monkeypatch.setattr("sys.argv", ["inspect_checkpoint", str(path)])
@@ -229,9 +223,7 @@ def test_megatron_core_loads_an_export(saved: tuple[Path, Run], tmp_path: Path) 
     torch.testing.assert_close(torch.cat(parts, dim=-1), expected, rtol=0, atol=1e-5)
 
 
-def test_what_has_no_export_is_refused(
-    saved: tuple[Path, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_exports(saved: tuple[Path, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "file").touch()
     with raises_with_message(ConfigError, "exists and is not empty"):

@@ -67,9 +67,7 @@ PICKLES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize(("content", "words"), PICKLES.values(), ids=PICKLES)
-def test_work_of_a_pickle_is_bounded(
-    content: bytes, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pickles_take_bounded_work(content: bytes, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pickle is .metadata, or inside a file of torch.save, whose reader has no such limits."""
     if "operations" in words:
         monkeypatch.setattr(unpickle, "MOST_OPERATIONS", 1000)

@@ -72,7 +72,6 @@ def _run_on(folder: Path, source: Trained, dataset: Path, tmp_path: Path) -> Any
 
 
 def test_a_run_continues_in_megatrons_order(trained: tuple[Path, Trained], dataset: Path, tmp_path: Path) -> None:
-    """The next five losses are the source's: weights, moments, steps and samples are its own."""
     folder, source = trained
     first = _run_on(folder, source, dataset, tmp_path)
     resumed = run(1, tmp_path / "one", *SETTINGS, *_data(dataset), until=8)

@@ -235,18 +235,6 @@ def test_any_layout_loads_into_any(saved: Saved, tmp_path: Path, model: str, lay
     assert_same(after.tensors, before.tensors)
 
 
-def test_a_run_resumes_with_other_context_parallel_sizes(tmp_path: Path) -> None:
-    losses = run(1, tmp_path / "one", until=3).losses
-    resumed: dict[int, float] = {}
-    for until, ranks, overrides in (
-        (1, 2, ["trainer.cp=2"]),
-        (2, 2, ["trainer.cp=2", "trainer.cp_comm=ulysses"]),
-        (3, 1, []),
-    ):
-        resumed |= run(ranks, tmp_path / "many", *overrides, until=until).losses
-    assert [*resumed.values()] == pytest.approx([*losses.values()], rel=1e-6) and resumed.keys() == losses.keys()
-
-
 def test_files_have_hugging_face_names_and_each_value_once(saved: Saved) -> None:
     folder, before = saved("odd vocabulary", "tp4, kv heads < tp")
     stored = read_manifest(folder / "checkpoints" / "step_00000002").stored

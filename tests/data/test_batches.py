@@ -21,6 +21,7 @@ from megatron_llama.data.mock import MockDataset
 from megatron_llama.data.prefetch import AHEAD, Prefetcher
 from megatron_llama.data.record import make_record
 from megatron_llama.data.sample_stream import build_streams, resume_streams
+from megatron_llama.devices.kernels import Kernels
 from megatron_llama.launch.watchdog import ThisProcess
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.parallel import ParallelModel
@@ -88,7 +89,6 @@ def test_consumed_samples_need_not_be_whole_steps() -> None:
 
 
 def test_mock_samples_are_a_function_of_seed_and_index() -> None:
-    """Packed samples are several examples."""
     first, repeated = MockDataset(10, 16, 50, seed=3), MockDataset(999, 16, 50, seed=3)
     other_seed = MockDataset(10, 16, 50, seed=4)
     for index in (9, 0, 4):  # in any order
@@ -140,14 +140,9 @@ class Watched:
         return {"tokens": torch.full((4,), index), "labels": torch.full((4,), -index), "loss_mask": torch.ones(4)}
 
 
-def plan_of(world: int = 1, **settings: int) -> Plan:
-    more = {f"trainer.{name}": value for name, value in settings.items()}
-    return resolve(make(**{"trainer.global_batch_size": READ_BATCH, **more}), world)
-
-
-def batches_of(samples: Watched, rank: int = 0, plan: Plan | None = None) -> Batches:
-    plan = plan or plan_of()
-    return Batches(samples, plan, plan.topology(rank), CPU)
+def batches_of(samples: Watched) -> Batches:
+    plan = resolve(make(**{"trainer.global_batch_size": READ_BATCH}), 1)
+    return Batches(samples, plan, plan.topology(0), CPU)
 
 
 def numbers(microbatches: object) -> list[list[int]]:
@@ -241,19 +236,6 @@ def test_the_watchdog_reports_a_read_that_hangs() -> None:
     assert "data/prefetch.py" in rank.stacks()
 
 
-def test_each_forked_rank_has_a_thread() -> None:
-    plan = plan_of(2, tp=1, micro_batch_size=2)
-    assert plan.dp == 2
-    first, second = run_ranks(_rank, 2, plan)
-    assert first == [[[0, 1], [4, 5]], [[8, 9], [12, 13]]]
-    assert second == [[[2, 3], [6, 7]], [[10, 11], [14, 15]]]
-
-
-def _rank(rank: int, plan: Plan) -> list[list[list[int]]]:
-    with Prefetcher(batches_of(Watched(), rank, plan), end=16) as prefetcher:
-        return [numbers(prefetcher.at(position)) for position in (0, 8)]
-
-
 LENGTH = 16
 Item = dict[str, list[int]]
 
@@ -341,21 +323,29 @@ class TokenSpans:
 
 
 Gradients = tuple[float, dict[str, torch.Tensor]]
+# Ranks, overrides, and the kernel of attention.
 MASKED_LAYOUTS = {
-    "plain": (1, []),
-    "tp2+sp": (2, ["trainer.tp=2"]),
-    "tp2": (2, ["trainer.tp=2", "trainer.sp=false"]),
-    "pp2": (2, ["trainer.pp=2"]),
-    "selective": (1, ["trainer.recompute=selective"]),
-    "full": (1, ["trainer.recompute=full"]),
-    "micro batches of 4": (1, ["trainer.micro_batch_size=4"]),
-    "lora": (1, ["finetune.method=lora", "finetune.lora_rank=2", "trainer.recompute=full"]),
-    "bf16": (1, ["trainer.precision=bf16"]),
+    "plain": (1, [], "tiles"),
+    "tp2+sp": (2, ["trainer.tp=2"], "mask"),
+    "tp2": (2, ["trainer.tp=2", "trainer.sp=false"], "tiles"),
+    "tp4, copied kv heads": (4, ["trainer.tp=4", "trainer.sp=false"], "mask"),
+    "pp2": (2, ["trainer.pp=2"], "tiles"),
+    "pp2·vpp2": (2, ["trainer.pp=2", "trainer.vpp=2"], "tiles"),
+    "zero 3": (2, ["trainer.zero=3"], "mask"),
+    "window, pp2": (2, ["trainer.pp=2", "model.sliding_window=3"], "mask"),
+    "blocks, tp2+sp": (2, ["trainer.tp=2", "model.sparse_attention={block: 1, num_local_blocks: 2}"], "tiles"),
+    "selective": (1, ["trainer.recompute=selective"], "tiles"),
+    "full": (1, ["trainer.recompute=full"], "tiles"),
+    "micro batches of 4": (1, ["trainer.micro_batch_size=4"], "tiles"),
+    "lora": (1, ["finetune.method=lora", "finetune.lora_rank=2", "trainer.recompute=full"], "tiles"),
+    "bf16": (1, ["trainer.precision=bf16"], "tiles"),
 }
 
 
-@pytest.mark.parametrize(("ranks", "layout"), MASKED_LAYOUTS.values(), ids=MASKED_LAYOUTS)
-def test_loss_and_gradients_are_those_of_each_document_alone(ranks: int, layout: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "layout", "kernel"), MASKED_LAYOUTS.values(), ids=MASKED_LAYOUTS)
+def test_loss_and_gradients_are_those_of_each_document_alone(
+    ranks: int, layout: list[str], kernel: str, tmp_path: Path
+) -> None:
     chooser = random.Random(5)
     documents = [[chooser.randrange(64) for _ in range(chooser.randint(1, 20))] for _ in range(60)]
     prefix = write_indexed(tmp_path / "text", documents)
@@ -367,7 +357,7 @@ def test_loss_and_gradients_are_those_of_each_document_alone(ranks: int, layout:
     plan = resolve(load_config([*settings, "data.mock=true", *layout], CONF), ranks)
     plan.config.data.mock = False  # a rule allows LoRA on random weights for mock data only
     exact = "trainer.precision=bf16" not in layout
-    for (loss, gradients), (other_loss, others) in on_ranks(_together_and_alone, plan):
+    for (loss, gradients), (other_loss, others) in on_ranks(_together_and_alone, plan, kernel):
         assert loss == pytest.approx(other_loss, rel=1e-6 if exact else 1e-3)
         assert gradients.keys() == others.keys() and gradients
         for name, gradient in gradients.items():
@@ -375,7 +365,9 @@ def test_loss_and_gradients_are_those_of_each_document_alone(ranks: int, layout:
             assert (gradient - others[name]).norm() <= bound * others[name].norm() + 1e-7, name
 
 
-def _together_and_alone(plan: Plan, model: ParallelModel) -> tuple[Gradients, Gradients]:
+def _together_and_alone(plan: Plan, model: ParallelModel, kernel: str) -> tuple[Gradients, Gradients]:
+    for chunk in model.chunks:
+        chunk.build_inputs.build_visible = Kernels(attention=kernel).visible
     stream, _ = build_streams(plan)
     size = plan.config.trainer.global_batch_size
     whole = [dict(stream[number]) for number in range(size)]

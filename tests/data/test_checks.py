@@ -123,7 +123,6 @@ def test_the_suggested_vocabulary_fits_the_tokenizer_too(tmp_path: Path, tokeniz
 
 
 def test_tokenizers_that_do_not_fit(prefix: str, tmp_path: Path, tokenizer: Path) -> None:
-    """A file that is no tokenizer, the tokenizer of another dataset, and a manifest that cannot be read."""
     other = tmp_path / "tokenizer.json"
     other.write_text("{}")
     for path in (other, tmp_path / "nothing.model"):

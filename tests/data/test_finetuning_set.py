@@ -21,7 +21,6 @@ from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan, format_plan, resolve
 from megatron_llama.train.loop import validate
-from tests.checkpoint.runner import assert_same, run
 from tests.config.helpers import make
 from tests.data.files import data_plan, write_indexed
 from tests.messages import raises_with_message, unwrap
@@ -150,7 +149,6 @@ def test_unfit_sets_are_refused(tmp_path: Path, harm: Callable[[str], object], m
 
 
 def test_sets_without_examples_or_masks_are_refused(tmp_path: Path) -> None:
-    """Without masks before the ranks start."""
     prefix = write_set(tmp_path / "set", some_examples(30))
     with pytest.raises(RankFailed, match="leaves none of its 30 examples for validation"):
         items(plan_of([prefix], **{"data.split": "999,1,0", **VALIDATING}), 1)
@@ -305,9 +303,7 @@ def test_the_plan_states_the_examples_of_each_validation(tmp_path: Path) -> None
         ({"data.prefixes": ["missing"]}, 10),  # a plan for another host
     ],
 )
-def test_held_out_examples_are_for_validation_by_default(
-    settings: dict[str, Any], every: int | None, tmp_path: Path
-) -> None:
+def test_default_validation_of_held_out_examples(settings: dict[str, Any], every: int | None, tmp_path: Path) -> None:
     prefix = write_set(tmp_path / "set", some_examples(50))
     common = {"data.split": "30,20,0", "trainer.global_batch_size": 8, "trainer.steps": 100}
     steps = {"trainer.steps": 100} if "trainer.epochs" in settings else {}
@@ -351,16 +347,6 @@ def test_the_set_that_preparation_held_out_is_for_validation(tmp_path: Path) -> 
     began.config.trainer.val_every_steps = None
     older = resumed("old", began).config
     assert older.data.validation_prefixes == [] and older.trainer.val_every_steps == 0
-
-
-@pytest.mark.parametrize("pack", [False, True])
-def test_a_resume_in_an_epoch_is_the_uninterrupted_run(tmp_path: Path, pack: bool) -> None:
-    settings = [*sft_overrides(tmp_path, pack), "optim.lr=0.01", "trainer.steps=9"]  # 50 examples: several epochs
-    whole = run(1, tmp_path / "whole", *settings, until=9)
-    run(1, tmp_path / "halves", *settings, until=4)
-    rest = run(1, tmp_path / "halves", *settings, until=9)
-    assert rest.started_at == 4 and all(rest.losses[step] == whole.losses[step] for step in range(5, 10))
-    assert_same(rest.tensors, whole.tensors)
 
 
 @pytest.mark.parametrize("pack", [False, True])

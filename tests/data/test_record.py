@@ -73,22 +73,6 @@ def test_a_stream_resumes_at_any_sample(sets: list[str]) -> None:
     assert stopped == record
 
 
-def test_another_blend_continues_each_dataset(sets: list[str]) -> None:
-    a, b, c = sets
-    plans = [data_plan(blend) for blend in ([0.5, a, 0.5, b], [0.2, c, 0.8, a], [b, a])]
-    of_each = read([(data_plan([prefix]), None, 0, False, 200) for prefix in sets])
-    position, counts, record = 0, dict.fromkeys(sets, 0), None
-    for number, (plan, count) in enumerate(zip(plans, (50, 70, 60), strict=True)):
-        ((samples, _, record),) = read([(plan, record, position, number > 0, count)])
-        position += count
-        for sample in samples:
-            which = sets[sample[0] // 5000]
-            assert sample == of_each[sets.index(which)][0][counts[which]]
-            counts[which] += 1
-    assert position == sum(counts.values()) == 180 and min(counts.values()) > 10
-    assert set(record["datasets"]) == set(sets), "what is no longer read may come back"
-
-
 VALIDATE: Changes = {"trainer.val_every_steps": 1, "trainer.val_steps": 1}
 
 

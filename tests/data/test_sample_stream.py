@@ -192,12 +192,11 @@ def test_a_schedule_changes_the_blend_and_nothing_else(tmp_path: Path) -> None:
     assert validation == samples_of(data_plan([b], **VALIDATE), 0, 150)[0][1]
 
 
-def test_samples_do_not_depend_on_rank_layout_or_length(tmp_path: Path) -> None:
+def test_samples_do_not_depend_on_rank_or_layout(tmp_path: Path) -> None:
     prefix = write_indexed(tmp_path / "text", numbered(200))
     changes: Changes = {"data.cache_dir": str(tmp_path / "alone"), **VALIDATE}
     (alone,) = samples_of(data_plan([prefix], **changes), 300, 10)
-    (long,) = samples_of(data_plan([prefix], **changes, **{"trainer.steps": 3000}), 300, 10)
-    assert long == alone and alone[0][:10] != alone[1]
+    assert alone[0][:10] != alone[1]
     layout: Changes = {"trainer.tp": 2, "data.cache_dir": str(tmp_path / "together"), **VALIDATE}
     assert samples_of(data_plan([prefix], world=4, **layout), 300, 10, world=4) == [alone] * 4
     (other_seed,) = samples_of(data_plan([prefix], **changes, **{"trainer.seed": 5}), 300, 10)
@@ -205,7 +204,6 @@ def test_samples_do_not_depend_on_rank_layout_or_length(tmp_path: Path) -> None:
 
 
 def test_ranks_without_a_shared_cache(tmp_path: Path) -> None:
-    """Each rank reads the same samples, with all index files in its cache."""
     prefix = write_indexed(tmp_path / "text", numbered(100))
     plans = [data_plan([prefix], world=2, **{"data.cache_dir": str(tmp_path / f"node{rank}")}) for rank in range(2)]
     one, other = run_ranks(_read_with_plan_of_rank, 2, plans)
@@ -288,7 +286,6 @@ def test_an_epoch_is_cut_and_shuffled_as_megatron_does(seed: int, tmp_path: Path
 
 
 def test_each_seed_and_epoch_has_another_order() -> None:
-    """A split without a sequence has no sample."""
     lengths = np.full(500, 40, dtype=np.int32)
     epochs = [make_epoch(lengths, 0, 500, 32, seed, epoch) for seed in (0, 1, 2) for epoch in (0, 1, 2)]
     assert len({epoch.documents.tobytes() for epoch in epochs}) == len({e.order.tobytes() for e in epochs}) == 9
@@ -362,9 +359,7 @@ def test_without_locks_files_of_another_process_stay(dataset: IndexedDataset, tm
 
 
 @pytest.mark.parametrize("locks", [True, False])
-def test_processes_and_threads_open_an_epoch_together(
-    dataset: IndexedDataset, tmp_path: Path, locks: bool, monkeypatch: Any
-) -> None:
+def test_an_epoch_is_opened_together(dataset: IndexedDataset, tmp_path: Path, locks: bool, monkeypatch: Any) -> None:
     """Each of them reads whole files; with locks, one has made them."""
 
     def counted(*args: Any) -> epoch_index.Epoch:

@@ -5,18 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import random
 import resource
 import signal
-import threading
 from collections.abc import Iterator
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from data_prep.lib import workspace
 from data_prep.lib.blocks import TextBlock
 from data_prep.lib.job import BlockResult
 from data_prep.lib.pool import Pool
@@ -127,34 +123,6 @@ def test_finished_work_is_skipped_unless_damaged(
     else:
         assert int(output.split("resuming after ")[1].split()[0]) > 20, output
     check_complete(tmp_path, documents, tokenizer)
-
-
-@pytest.mark.slow
-def test_kills_at_random_times_until_done(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A timer runs from the first checkpoint of each attempt, so that each one makes progress; none ends alive."""
-    texts, chance, work = some_texts(2500, seed=7), random.Random(7), tmp_path / "out/.x_text_document.partial"
-    args = [
-        *("--input", write_jsonl(tmp_path / "a.jsonl", texts), "--output-prefix", tmp_path / "out/x"),
-        *("--tokenizer-model", tokenizer, "--append-eod", "--workers", 2, "--block-mib", 0.02),
-        *("--checkpoint-seconds", 0),
-    ]
-    checkpoint, done_before = workspace.Workspace.checkpoint, 1
-    for _ in range(12):
-        seconds = chance.uniform(0, 0.1)
-
-        def timed(*given: Any, seconds: float = seconds, **named: Any) -> None:
-            checkpoint(*given, **named)
-            workspace.Workspace.checkpoint = checkpoint  # type: ignore[method-assign]  # in the fork
-            threading.Timer(seconds, kill_this_process).start()
-
-        monkeypatch.setattr(workspace.Workspace, "checkpoint", timed)
-        killed(args, "encoding_run", "write_index", 1)
-        monkeypatch.undo()
-        last = json.loads((work / "journal.jsonl").read_bytes().rpartition(b"\n")[0].splitlines()[-1])
-        assert last["ledger"]["documents_read"] >= done_before
-        done_before = last["ledger"]["documents_read"]
-    output_of(run_script("preprocess.py", *args))
-    assert outputs(tmp_path / "out/x") == reference(tokenizer, texts)
 
 
 @pytest.mark.parametrize(

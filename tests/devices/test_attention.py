@@ -21,7 +21,8 @@ from tests.devices.helpers import attention_inputs, dense_attention
 from tests.model.flash import flash_on_cpu
 
 Call = torch_attention._Kernel
-attend = device_named(HOST).kernels(compiled=False).attend
+KERNELS = device_named(HOST).kernels(compiled=False)
+attend = KERNELS.attend
 CUDA = device_named("cuda")
 CUDA.kernels(compiled=False)  # adds varlen to the kernels of documents
 LENGTH = 96
@@ -82,9 +83,7 @@ def flash() -> Iterator[None]:
     [(p, w) for p in PATTERNS for w in WAYS if p in ("plain", "window", "blocks") or not WAYS[w][1]],
 )
 @pytest.mark.usefixtures("flash")
-def test_output_and_gradients_are_those_of_a_dense_mask(
-    way: str, pattern: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_and_gradients_equal_a_dense_masks(way: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, compiled, call = WAYS[way]
     if PATTERNS[pattern].group and kernel == "varlen":
         assert CUDA.attention_kernel(PATTERNS[pattern], "bfloat16", 64) == "tiles", "varlen has no blocks"
@@ -117,6 +116,13 @@ def test_mask_by_hand() -> None:
     # Groups of two blocks of one token, of which the second is global.
     rows = ["x.....", "xx....", ".xx...", ".xxx..", ".x.xx.", ".x.xxx"]
     assert drawn(Pattern(block=1, local_blocks=2, global_blocks=1), [0] * 6) == rows
+
+
+def test_positions_and_borders_by_hand() -> None:
+    documents = Documents.of(torch.tensor([[0, 0, 1, 2, 2, -1]]))
+    assert documents.positions().tolist() == [[0, 1, 0, 0, 1, 0]]
+    assert documents.lengths == ((2, 1, 2, 1),)
+    assert documents.cu_seqlens.tolist() == [0, 2, 3, 5, 6, 6, 6]
 
 
 class Calls(TorchDispatchMode):
@@ -176,6 +182,7 @@ def test_who_takes_which_kernel() -> None:
     others = [(PLAIN, "float32", 128), (PLAIN, "bfloat16", 20), (PLAIN, "bfloat16", 264), (BLOCKS, "bfloat16", 128)]
     assert {CUDA.attention_kernel(*other) for other in others} == {"tiles"}
     assert CUDA.attention_kernel(WINDOW, "bfloat16", 128) == "varlen"
+    assert KERNELS.visible(torch.zeros(1, 8), None, PLAIN) is None, "plain causal attention"
 
 
 @pytest.mark.usefixtures("flash")
@@ -209,7 +216,6 @@ def test_other_documents_make_no_other_graph() -> None:
 
 @pytest.mark.usefixtures("flash")
 def test_the_operator_keeps_torchs_rules() -> None:
-    """Schema, and fake tensors of the same shapes and strides."""
     q, k, v, _ = inputs(1, torch.float32, 4, 2)
     documents = layout(1)
     for kernel in ("tiles", "varlen"):

@@ -228,7 +228,6 @@ def test_compiled_blocks_go_through_it(pattern: Pattern, packed: bool, d: int, o
 
 
 def test_the_operator_keeps_torchs_rules() -> None:
-    """Schema, fake tensors of the same shapes and strides, and a count of FLOPs."""
     q, k, v, grad = inputs(torch.bfloat16)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     first = first_visible(WINDOW, documents(), LENGTH)

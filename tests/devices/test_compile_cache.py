@@ -60,9 +60,7 @@ def test_a_variable_of_the_user_is_checked_too(open_folder: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("device", "exact", "compiles"), [("cuda", False, True), ("cpu", False, False), ("cpu", True, True)]
 )
-def test_uncompiled_runs_compile_operators_and_loops_into_the_cache(
-    device: str, exact: bool, compiles: bool, tmp_path: Path
-) -> None:
+def test_uncompiled_runs_compile_loops_into_the_cache(device: str, exact: bool, compiles: bool, tmp_path: Path) -> None:
     """In Inductor's default folder, below /tmp, another user could have put code."""
     plan = make_plan(1, "trainer.compile=false", f"trainer.compile_cache={tmp_path}", f"trainer.exact={exact}")
     variables = rank_environment(device_named(device), plan)

@@ -43,9 +43,7 @@ def test_an_unknown_device_is_told_the_choices() -> None:
         (None, "check CUDA_VISIBLE_DEVICES, the driver, and the GPUs of the job"),
     ],
 )
-def test_auto_reports_a_driver_that_torch_cannot_use(
-    driver: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_reports_an_unusable_driver(driver: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(cuda.sys, "platform", "linux")
     monkeypatch.setattr(cuda, "_driver_present", lambda: True)
@@ -91,9 +89,7 @@ def test_without_a_driver_torch_is_not_called(monkeypatch: pytest.MonkeyPatch) -
     ],
     ids=["none", "a container's", "no limit", "of the group around it", "version 1"],
 )
-def test_memory_is_what_control_groups_leave(
-    files: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_cgroup_memory(files: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     contents = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
     contents["proc/self/cgroup"] = "9:cpu,cpuacct:/\n4:memory:/batch\n0::/job/step\n"
     for name, text in contents.items():
@@ -133,9 +129,7 @@ def test_memory_of_long_sequences_is_returned_to_the_system() -> None:
     ("requested", "expected"),
     [(None, [8, 2, 1]), ("", [8, 2, 1]), ("3", [3, 3, 3]), ("5,2", [5, 5, 5]), ("99999", [1024] * 3)],
 )
-def test_the_ranks_of_a_machine_share_its_cores(
-    requested: str | None, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_ranks_share_cores(requested: str | None, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
     monkeypatch.setattr(cpu.Cpu, "count", lambda self: 8)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
@@ -205,9 +199,7 @@ def test_the_forecasts_hardware_has_the_same_peaks() -> None:
 
 
 @pytest.mark.parametrize(("local_rank", "visible", "index"), [(3, 4, 3), (3, 1, 0), (0, 1, 0)])
-def test_a_rank_takes_its_gpu_or_the_only_one_it_is_shown(
-    local_rank: int, visible: int, index: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_takes_a_visible_gpu(local_rank: int, visible: int, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # srun --gpus-per-task=1 shows each task one GPU, whatever its number on the machine.
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)

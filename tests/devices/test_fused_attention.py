@@ -53,7 +53,6 @@ CASES = {
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("pattern", "documents", "kind"), CASES.values(), ids=CASES)
 def test_results(pattern: Pattern, documents: Documents | None, kind: str, compiled: bool) -> None:
-    """Output and gradients equal a dense mask in fp32, with 2 of 4 heads for keys."""
     from transformer_engine.pytorch.cpp_extensions import fused_attn  # type: ignore[import-not-found]
 
     assert transformer_engine.activate()
@@ -109,9 +108,7 @@ def test_a_flash_attention_without_kernels_is_reported(monkeypatch: pytest.Monke
     ("major", "version", "message"),
     [(9, 90599, "is older"), (10, 90600, "is older"), (9, 91000, "a known fault"), (10, 91001, "a known fault")],
 )
-def test_a_cudnn_without_this_attention_is_reported(
-    major: int, version: int, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unfit_cudnn_is_reported(major: int, version: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine rejects these versions at the first call."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
@@ -121,9 +118,7 @@ def test_a_cudnn_without_this_attention_is_reported(
 
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize(("major", "version", "is_taken"), [(9, 90600, True), (10, 91800, False), (10, 91801, True)])
-def test_deterministic_runs_need_a_deterministic_backward_pass(
-    major: int, version: int, is_taken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deterministic_backward_pass(major: int, version: int, is_taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     assert transformer_engine.activate()
@@ -150,9 +145,7 @@ FAULTS = {"": "No module named", "assert False, 'version mismatch'": "version mi
 
 
 @pytest.mark.parametrize(("code", "message"), FAULTS.items())
-def test_a_package_that_cannot_be_imported_is_reported(
-    code: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_import_is_reported(code: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package checks the versions of its parts by assertions (transformer_engine/common/__init__.py)."""
     (tmp_path / transformer_engine.PACKAGE).mkdir()
     (tmp_path / transformer_engine.PACKAGE / "__init__.py").write_text(code)

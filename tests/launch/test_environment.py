@@ -117,7 +117,6 @@ SMALL = ["data=mock", "device=cpu", "data.seq_length=32", "model.num_hidden_laye
 
 
 def test_a_full_disk_is_noticed_before_step_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message has both sizes and a remedy. The same disk is large enough without checkpoints."""
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4 << 20))
     status, output = run_train_py(tmp_path / "run", *SMALL, "trainer.steps=1")
     assert status == 2 and "its disk has 4 MiB free" in output and "1 x 6.33 MiB" in output, output

@@ -88,9 +88,7 @@ def test_ranks_meet_and_end_well(launcher: MakeLauncher, tmp_path: Path, fork: b
     assert totals == [ranks * (ranks + 1) / 2] * ranks
 
 
-def test_a_spawned_rank_has_its_launchers_import_path(
-    launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_import_path_of_a_spawned_rank(launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the start: Python imports sitecustomize before a rank's own code runs."""
     (tmp_path / "megatron_llama.py").write_text("raise ImportError('a file in the current folder')")
     (tmp_path / "path").mkdir()
@@ -209,9 +207,7 @@ def lose_peer(folder: Path) -> None:
     raise RuntimeError("[gloo/pair.cc:534] Connection closed by peer [10.0.0.2]:6001")
 
 
-def test_a_rank_of_srun_names_a_lost_peer_in_one_message(
-    launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_srun_ranks_name_a_lost_peer(launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_llama.launch.rank.CONSEQUENCE_DELAY_SECONDS", 0.0)
     job = launcher(lambda: run_as_rank(plan_of(1), 3, partial(without_plan, partial(lose_peer, tmp_path))))
     assert job.wait() == 1 and "Traceback" not in job.errors
@@ -294,9 +290,7 @@ def test_a_users_mistake_found_by_all_ranks_is_said_once(launcher: MakeLauncher,
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU])
-def test_signals_are_the_ranks_business_and_75_comes_back(
-    launcher: MakeLauncher, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_signals_are_forwarded_and_75_returned(launcher: MakeLauncher, tmp_path: Path, number: signal.Signals) -> None:
     job = launcher(run(save_and_leave, tmp_path, ranks=2))
     pids(tmp_path, 2)
     os.kill(job.pid, number)
@@ -314,9 +308,7 @@ def interrupted(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_before_ranks_can_save_ends_all_with_one_line(
-    launcher: MakeLauncher, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_an_early_signal_ends_all_with_one_line(launcher: MakeLauncher, tmp_path: Path, number: signal.Signals) -> None:
     job = launcher(run(interrupted, tmp_path, ranks=2))
     ranks = pids(tmp_path, 2)
     os.kill(job.pid, number)
@@ -362,9 +354,7 @@ def test_only_rank_0_has_the_terminal(launcher: MakeLauncher, tmp_path: Path) ->
     assert [path.read_text() for path in sorted(outputs.iterdir())] == ["words of rank 1\n", "words of rank 2\n"]
 
 
-def test_a_store_that_cannot_be_hosted_ends_the_ranks(
-    launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_store_ends_the_ranks(launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object, **options: object) -> None:
         pids(tmp_path, 2)
         raise RuntimeError("no thread\nException raised from listen (most recent call first):\nframe #0")

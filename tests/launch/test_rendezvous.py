@@ -111,9 +111,7 @@ def test_a_process_that_starts_before_process_0_waits(monkeypatch: pytest.Monkey
         rendezvous.wait_until_reachable(context(1, port=late.getsockname()[1]), PATIENCE_SECONDS)
 
 
-def test_a_run_folder_that_is_not_shared_is_rejected_on_all_nodes(
-    port: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unshared_run_folder_is_rejected(port: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_dir, "SHARED_LIMIT_SECONDS", 0.0)
     first, second = start(port, 0, 2), start(port, 1, 2)
     errors = together(lambda: first.open(first.gather(), str(tmp_path)), lambda: second.wait(run_dir.check_shared))
@@ -387,9 +385,7 @@ def memory_mib() -> float:
         ("127.0.1.1", 1, "127.0.1.1"),
     ],
 )
-def test_process_0_listens_on_master_addr(
-    address: str, nodes: int, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_address_of_process_0(address: str, nodes: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "is_loopback", lambda host: host == "127.0.1.1")
     with rendezvous.listen(replace(context(0, 2, address), nodes=nodes)) as listener:
         host = listener.getsockname()[0]

@@ -98,7 +98,6 @@ def test_a_killed_process_is_not_running(tmp_path: Path) -> None:
 
 
 def test_damaged_lines_are_counted_and_kept(tmp_path: Path) -> None:
-    """Strange values are no error."""
     damaged = '{"event": "start", "time": 5'
     lines = ['{"event": "end", "time": 1}', "oops", '{"time": NaN, "event": "start"}', damaged, ""]
     (tmp_path / STARTS_FILE).write_text("\n".join(lines[:4]))
@@ -114,9 +113,7 @@ def test_damaged_lines_are_counted_and_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
-def test_something_else_in_its_place_is_a_warning_or_replaced(
-    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_something_else_in_its_place(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     path, target = tmp_path / STARTS_FILE, tmp_path / "target"
     target.write_text("theirs\n")
     if kind == "link":
@@ -170,9 +167,7 @@ def test_a_launcher_notes_the_reason(launcher: MakeLauncher, tmp_path: Path, end
     assert start.status == status and reason in start.reason
 
 
-def test_restarts_fork_from_a_process_without_threads(
-    launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarts_fork_without_threads(launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store of the previous start has a thread, which ends with it. Each restart is a start."""
     start_rank = start_module.Rank.start
     hosted: list[str] = []
@@ -277,9 +272,7 @@ def test_no_error_of_a_report_leaves_it(
 
 
 @pytest.mark.parametrize(("status", "writes"), [(0, True), (1, True), (2, False), (75, False), (130, False)])
-def test_a_stopped_run_writes_no_report(
-    tmp_path: Path, status: int, writes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_writes_no_report(tmp_path: Path, status: int, writes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Path] = []
     monkeypatch.setattr(cli, "note_command", lambda *_: None)
     monkeypatch.setattr(cli, "_run", lambda *_: (status, tmp_path))

@@ -126,7 +126,6 @@ def test_suspended_job_is_no_hang(clock: Clock) -> None:
 
 
 def test_reports(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The culprit is stopped, silent, behind the others, or not the rank that has ended."""
     monkeypatch.setattr(watchdog.socket, "gethostname", lambda: "n1")
     waits, waits_too = Simulated(0, 2), Simulated(1, 2)
     waits.awaited, waits_too.awaited = "dp reduce_scatter", "dp all_gather"
@@ -176,9 +175,7 @@ def until_stopped(folder: Path, number: int, ranks: int = 2) -> None:
 
 
 @pytest.mark.parametrize("name", ["importing the program", "meeting the other ranks", "step 1", "exporting"])
-def test_a_stopped_rank_is_named_with_its_phase(
-    launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_stopped_rank(launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     hasten(monkeypatch, tmp_path / "hasten")
     job = launcher(watched(partial(stop_in, name, tmp_path)))
     until_stopped(tmp_path, 1)
@@ -190,9 +187,7 @@ def test_a_stopped_rank_is_named_with_its_phase(
     assert "Stacks of rank 1" not in job.errors
 
 
-def test_rank_stopped_at_its_start_is_named(
-    launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_stopped_at_its_start(launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hasten(monkeypatch, tmp_path / "hasten")
     run = start.run_assignment
 
@@ -210,9 +205,7 @@ def test_rank_stopped_at_its_start_is_named(
     assert job.last_line.startswith("Rank 1 of 2 failed") and "in the start of its process" in job.last_line
 
 
-def test_rank_that_holds_the_gil_writes_its_stacks(
-    launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stacks_under_a_held_gil(launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hasten(monkeypatch, tmp_path / "hasten")
 
     def hold() -> None:
@@ -254,9 +247,7 @@ def one_of_three(number: int, port: int, folder: Path, listener: socket.socket |
 
 
 @pytest.mark.parametrize(("victim", "host"), [(1, False), (0, True)], ids=["a rank", "the host of the store"])
-def test_self_watching_ranks_report_the_stopped_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, host: bool
-) -> None:
+def test_ranks_that_watch_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, host: bool) -> None:
     hasten(monkeypatch, tmp_path / "hasten")
     monkeypatch.setattr(job_store, "ANSWER_SECONDS", 2.0 if host else PATIENCE_SECONDS)
     monkeypatch.setattr(job_store, "_GATHER_SECONDS", 5.0)
