@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,22 +98,38 @@ def build_source(source: Source) -> GPTModel:
     return _model(source)
 
 
+Step = Callable[[torch.Tensor, torch.Tensor], float]
+"""Trains on tokens and labels [batch, s]; returns the loss."""
+
+
 def _rank(rank: int, source: Source) -> tuple[list[float], torch.Tensor | None]:
-    if source.sharding is not None:
-        return distributed_rank(source)
     model = build_source(source)
+    samples = None if source.plan is None else build_megatron(source.plan, source.iterations * BATCH, 0)[0]
+    with nullcontext() if source.sharding is None else _OnHost():
+        optimizer, step = (_plain if source.sharding is None else _distributed)(model, source)
+        for at in range(source.steps):
+            step(*batch_at(at, samples))
+        logits = logits_of(model)
+        _save(model, optimizer, source)
+        losses = [step(*batch_at(source.steps + n, samples)) for n in range(source.further)]
+    return losses, logits if parallel_state.get_data_parallel_rank() == 0 else None
+
+
+def _plain(model: GPTModel, source: Source) -> tuple[Any, Step]:
     groups = [
         {"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": DECAY},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=LR, betas=BETAS, eps=EPS)
-    samples = None if source.plan is None else build_megatron(source.plan, source.iterations * BATCH, 0)[0]
-    for step in range(source.steps):
-        _step(model, optimizer, batch_at(step, samples))
-    logits = logits_of(model)
-    _save(model, optimizer, source)
-    losses = [_step(model, optimizer, batch_at(source.steps + n, samples)) for n in range(source.further)]
-    return losses, logits
+
+    def step(tokens: torch.Tensor, labels: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        outputs: list[torch.Tensor] = []
+        _forward(model, tokens, labels, 4, outputs)
+        optimizer.step()
+        return float(torch.stack([o.mean() for o in outputs]).mean()) if outputs else 0.0
+
+    return optimizer, step
 
 
 class _OnHost(TorchFunctionMode):
@@ -128,40 +144,32 @@ class _OnHost(TorchFunctionMode):
         return args[0] if function is torch.Tensor.cuda else function(*args, **kwargs)
 
 
-def distributed_rank(source: Source) -> tuple[list[float], torch.Tensor | None]:
-    """Train with megatron-core's DistributedDataParallel and DistributedOptimizer, save, and train on."""
-    model = build_source(source)
+def _distributed(model: GPTModel, source: Source) -> tuple[Any, Step]:
+    """Train with megatron-core's DistributedDataParallel and DistributedOptimizer."""
     stream = SimpleNamespace(wait_stream=lambda *_: None, wait_event=lambda *_: None)
     torch.cuda.current_stream = torch.cuda.default_stream = lambda *_: stream  # type: ignore[assignment]
     common: Any = {"optimizer": "adam", "lr": LR, "min_lr": LR, "params_dtype": torch.float32}
     config = OptimizerConfig(**common, **ADAM, use_distributed_optimizer=True)
-    samples = None if source.plan is None else build_megatron(source.plan, source.iterations * BATCH, 0)[0]
     number = parallel_state.get_data_parallel_rank()
-    with _OnHost():
-        settings = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False)
-        wrapped = DistributedDataParallel(model.config, settings, model)
-        optimizer = get_megatron_optimizer(config, [wrapped])
-        for group in optimizer.param_groups:  # as Megatron's scheduler does
-            group["weight_decay"] = DECAY * group["wd_mult"]
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False)
+    wrapped = DistributedDataParallel(model.config, settings, model)
+    optimizer = get_megatron_optimizer(config, [wrapped])
+    for group in optimizer.param_groups:  # as Megatron's scheduler does
+        group["weight_decay"] = DECAY * group["wd_mult"]
 
-        def step(at: int) -> float:
-            wrapped.zero_grad_buffer()
-            optimizer.zero_grad()
-            tokens, labels = (part.chunk(source.dp)[number] for part in batch_at(at, samples))
-            outputs: list[torch.Tensor] = []
-            _forward(wrapped, tokens, labels, 4, outputs)
-            wrapped.finish_grad_sync()
-            optimizer.step()
-            loss = torch.stack([output.mean() for output in outputs]).mean()
-            torch.distributed.all_reduce(loss, group=parallel_state.get_data_parallel_group())
-            return float(loss) / source.dp
+    def step(*batch: torch.Tensor) -> float:
+        wrapped.zero_grad_buffer()
+        optimizer.zero_grad()
+        tokens, labels = (part.chunk(source.dp)[number] for part in batch)
+        outputs: list[torch.Tensor] = []
+        _forward(wrapped, tokens, labels, 4, outputs)
+        wrapped.finish_grad_sync()
+        optimizer.step()
+        loss = torch.stack([output.mean() for output in outputs]).mean()
+        torch.distributed.all_reduce(loss, group=parallel_state.get_data_parallel_group())
+        return float(loss) / source.dp
 
-        for at in range(source.steps):
-            step(at)
-        logits = logits_of(model)
-        _save(model, optimizer, source)
-        losses = [step(source.steps + n) for n in range(source.further)]
-    return losses, logits if number == 0 else None
+    return optimizer, step
 
 
 def _model(source: Source) -> GPTModel:
@@ -218,14 +226,6 @@ def _forward(model: Any, tokens: torch.Tensor, labels: torch.Tensor | None, coun
         micro_batch_size=len(tokens) // count,
         forward_only=labels is None,
     )
-
-
-def _step(model: GPTModel, optimizer: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
-    optimizer.zero_grad()
-    outputs: list[torch.Tensor] = []
-    _forward(model, *batch, 4, outputs)
-    optimizer.step()
-    return float(torch.stack([o.mean() for o in outputs]).mean()) if outputs else 0.0
 
 
 @torch.no_grad()

@@ -41,19 +41,15 @@ def _model(*settings: str) -> ModelConfig:
     return make_plan(1, Path("unused"), UNTIED, *settings).model
 
 
-def megatron_folder(
-    folder: Path, settings: tuple[str, ...], arguments: Mapping[str, Any] | None, **common: Any
-) -> Path:
+def megatron_folder(folder: Path, settings: tuple[str, ...], arguments: Mapping[str, Any] | None) -> Path:
     """Write a torch_dist folder of random weights."""
     shapes = megatron_names(_model(*settings), stacked=True).shapes
     generator = torch.Generator().manual_seed(0)
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     dcp.save(state, checkpoint_id=folder, no_dist=True)
-    content = {"iteration": 3, **common}
-    if arguments is not None:
-        content["args"] = argparse.Namespace(**arguments)
-    torch.save(content, folder / "common.pt")
+    args = {} if arguments is None else {"args": argparse.Namespace(**arguments)}
+    torch.save({"iteration": 3, **args}, folder / "common.pt")
     return folder
 
 
@@ -126,9 +122,7 @@ def test_each_key_of_megatron_core_is_listed() -> None:
         (60, 64, {}, "has shape [60, 32]"),
     ],
 )
-def test_only_padding_of_the_vocabulary_is_omitted(
-    rows: int, size: int, arguments: dict[str, int], words: str, tmp_path: Path
-) -> None:
+def test_only_padding_is_omitted(rows: int, size: int, arguments: dict[str, int], words: str, tmp_path: Path) -> None:
     folder = megatron_folder(tmp_path / "source", (f"model.vocab_size={rows}",), PLAIN | arguments)
     answer = rejection(folder, _model(f"model.vocab_size={size}"), resumes=False, reads=False)
     assert words in answer and bool(answer) == bool(words)
@@ -204,9 +198,7 @@ def test_config_json_is_compared(kind: str, tmp_path: Path) -> None:
     ],
     ids=lambda value: next(iter(value), "plain") if isinstance(value, dict) else "",
 )
-def test_hyperparameters_of_the_optimizer_are_compared(
-    kind: str, group: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_hyperparameters_are_compared(kind: str, group: dict[str, Any], words: str, tmp_path: Path) -> None:
     folder = _torch_folder(kind, tmp_path / "source", **group)
     plan = make_plan(1, tmp_path / "run", UNTIED, *SETTINGS, f"optim.betas=[{BETAS[0]},{BETAS[1]}]")
     foreign = open_foreign(folder, plan.model, resumes=True)

@@ -371,7 +371,7 @@ NAMED = OWN | {"chat_template": "chatml"}
 
 
 @pytest.mark.parametrize(
-    ("base", "tokenizer", "data", "source", "ends", "top_p"),
+    "row",  # base model, tokenizer, data, whose tokenizer is exported, end tokens, top_p
     [
         (None, "qwen", {}, "qwen", ["<|endoftext|>"], None),
         ("llama", "qwen", {}, "qwen", ["<|endoftext|>"], None),
@@ -382,17 +382,9 @@ NAMED = OWN | {"chat_template": "chatml"}
         ("bare", "bare/tokenizer.json", {}, "bare", ["<|endoftext|>"], 0.9),
     ],
 )
-def test_an_export_has_the_runs_tokenizer(
-    base: str | None,
-    tokenizer: str | None,
-    data: dict[str, Any],
-    source: str,
-    ends: list[str],
-    top_p: float | None,
-    tokenizers: Path,
-    tmp_path: Path,
-) -> None:
+def test_an_export_has_the_runs_tokenizer(row: tuple, tokenizers: Path, tmp_path: Path) -> None:
     """Ids, template and stop ids are of the run's data; sampling settings are the base model's if its ids are equal."""
+    base, tokenizer, data, source, ends, top_p = row
     settings = {"data": {**data, "tokenizer": tokenizer and str(tokenizers / tokenizer)}}
     state = SimpleNamespace(hf_folder=base and str(tokenizers / base), settings=settings)
     manifest: Any = SimpleNamespace(state=state, locate=lambda path: path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import io
 import itertools
@@ -135,12 +136,40 @@ def command(name: str, *args: object) -> list[str]:
     return [sys.executable, str(ROOT / "data_prep" / name), *map(str, args)]
 
 
+def arguments(tokenizer: Path, prefix: Path, *given: object) -> list[object]:
+    """Return arguments of preprocess.py; ``given`` are the inputs, and further options."""
+    return ["--tokenizer-model", tokenizer, "--append-eod", "--output-prefix", prefix, "--input", *given]
+
+
+def sft_arguments(folder: Path, source: Path, prefix: Path, *more: object, length: int = 128) -> list[str]:
+    """Return arguments of sft.py with the tokenizer in ``folder``."""
+    words = ["--input", source, "--tokenizer-model", folder, "--seq-length", length, "--output-prefix", prefix]
+    return [*map(str, words), "--workers", "1", *map(str, more)]
+
+
 def write_jsonl(path: Path, texts: Iterable[str]) -> Path:
     """Write records in RedPajama's format."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
         for number, text in enumerate(texts):
             file.write(json.dumps({"text": text, "meta": {"n": number}}, ensure_ascii=number % 2 == 0) + "\n")
+    return path
+
+
+def write_parquet(path: Path, records: list[dict[str, Any]], rows: int = 10) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path, row_group_size=rows)
+    return path
+
+
+def write_csv(path: Path, records: list[dict[str, Any]]) -> Path:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, records[0])
+        writer.writeheader()
+        writer.writerows(records)
     return path
 
 

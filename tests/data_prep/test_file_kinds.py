@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 import os
@@ -23,17 +22,18 @@ from data_prep.lib.input_files import find_sources
 from data_prep.lib.sources import read_lines
 from megatron_llama.system.errors import UserError
 from tests.data_prep.helpers import (
+    arguments,
     check_block_ends,
     command,
     listing,
     manifest,
-    output_of,
     outputs,
     reference,
-    run_interrupted,
-    run_script,
+    sft_arguments,
     some_texts,
+    write_csv,
     write_jsonl,
+    write_parquet,
 )
 from tests.golden import GoldenFiles
 
@@ -46,26 +46,12 @@ TEXTS = [text.replace("\r", "") for text in some_texts(120)] + ["long " * 3000, 
 RECORDS: Rows = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
 
 
-def write_parquet(path: Path, records: Rows, rows: int = 10) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(records), path, row_group_size=rows)
-    return path
-
-
 def write_arrow(path: Path, records: Rows, rows: int = 10, stream: bool = True) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pa.Table.from_pylist(records)
     new = pa.ipc.new_stream if stream else pa.ipc.new_file
     with new(str(path), table.schema) as writer:
         writer.write_table(table, max_chunksize=rows)
-    return path
-
-
-def write_csv(path: Path, records: Rows) -> Path:
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, records[0])
-        writer.writeheader()
-        writer.writerows(records)
     return path
 
 
@@ -89,8 +75,8 @@ def make(tokenizer: Path, tmp_path: Path) -> Make:
     """Return a function that runs preprocess.py in this process and writes out/x below tmp_path."""
 
     def run(*given: object, workers: int = 1, prefix: str = "out/x") -> int:
-        common = ["--tokenizer-model", tokenizer, "--append-eod", "--block-mib", 0.01, "--workers", workers]
-        return preprocess.main([*map(str, ["--output-prefix", tmp_path / prefix, *common, "--input", *given])])
+        args = arguments(tokenizer, tmp_path / prefix, *given, "--block-mib", 0.01, "--workers", workers)
+        return preprocess.main([*map(str, args)])
 
     return run
 
@@ -111,17 +97,6 @@ def test_every_block_end_is_a_resume_position(tmp_path: Path, kind: str, monkeyp
     for largest in (sources.LARGEST_PART, 1):
         monkeypatch.setattr(sources, "LARGEST_PART", largest)
         assert [json.loads(line)["text"] for line in check_block_ends(path, (100, 3000, 1 << 20))] == TEXTS
-
-
-def test_parquet_resumes_after_a_kill(tmp_path: Path, make: Make, tokenizer: Path) -> None:
-    args = ["--input", write_parquet(tmp_path / "a.parquet", RECORDS), "--output-prefix", tmp_path / "x"]
-    args += ["--tokenizer-model", tokenizer, "--append-eod", "--workers", 2, "--block-mib", 0.01]
-    killed = run_interrupted(
-        "preprocess.py", *args, "--checkpoint-seconds", 0, at=("encoding_run.EncodingRun", "_take", 6)
-    )
-    assert killed.returncode == -9, killed.stderr
-    assert "resuming after" in output_of(run_script("preprocess.py", *args))
-    assert outputs(tmp_path / "x") == reference(tokenizer, TEXTS)
 
 
 def test_dates_that_python_lacks(tmp_path: Path, make: Make, tokenizer: Path) -> None:
@@ -231,7 +206,6 @@ def test_missing_pyarrow_error_has_install_command(tmp_path: Path, make: Make, m
 def test_every_file_is_used_or_listed_with_a_reason(
     tmp_path: Path, make: Make, tokenizer: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files of a folder and matches of a pattern are used, or listed with a reason."""
     monkeypatch.chdir(tmp_path)
     folder = Path("in")
     write_jsonl(folder / "a.jsonl", ["first"])
@@ -264,8 +238,7 @@ def test_pipes(tmp_path: Path, tokenizer: Path, packed: bool, by: str) -> None:
     data = gzip.compress(data) if packed else data
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    args = ["--tokenizer-model", tokenizer, "--append-eod", "--workers", 2, "--output-prefix", tmp_path / "x"]
-    args += ["--block-mib", 0.01, "--input", "-" if by == "stdin" else pipe]
+    args = arguments(tokenizer, tmp_path / "x", "-" if by == "stdin" else pipe, "--workers", 2, "--block-mib", 0.01)
     for message in ("documents = ", "already complete"):  # same content, same input
         writer = threading.Thread(target=pipe.write_bytes, args=(data,), daemon=True)
         if by == "fifo":
@@ -289,14 +262,12 @@ def test_labelled_rows_match_tsv_lines(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     made = {}
     for name in ("a.tsv", "a.parquet", "a.csv", "a.jsonl"):
-        args = ["--input", tmp_path / name, "--tokenizer-model", folder, "--seq-length", 128, "--template", "sst2"]
-        assert sft.main([*map(str, [*args, "--output-prefix", tmp_path / name[2:] / "x", "--workers", 1])]) == 0
+        assert sft.main(sft_arguments(folder, tmp_path / name, tmp_path / name[2:] / "x", "--template", "sst2")) == 0
         made[name] = [(tmp_path / name[2:] / f"x_sft{end}").read_bytes() for end in (".bin", ".idx", "_mask.bin")]
     assert made["a.tsv"] == made["a.parquet"] == made["a.csv"] == made["a.jsonl"]
     write_parquet(tmp_path / "b.parquet", [*rows, {"index": 3, "sentence": "neither", "label": None}])
-    args = ["--input", tmp_path / "b.parquet", "--tokenizer-model", folder, "--seq-length", 128, "--template", "sst2"]
     with pytest.raises(UserError, match=r"row 3: unknown_label"):
-        sft.main([*map(str, [*args, "--output-prefix", tmp_path / "b/x", "--workers", 1])])
+        sft.main(sft_arguments(folder, tmp_path / "b.parquet", tmp_path / "b/x", "--template", "sst2"))
 
 
 def test_parts_are_cut_between_row_groups(tmp_path: Path, make: Make) -> None:
@@ -370,7 +341,6 @@ configs:
 
 
 def test_downloaded_datasets(tmp_path: Path) -> None:
-    """Layouts of save_to_disk, shards by name, and configs of the README."""
     one, several = tmp_path / "one", tmp_path / "all"
     saved(one, TRAIN)
     write_arrow(one / "cache-0123456789abcdef.arrow", records(["of a map"]))

@@ -43,6 +43,7 @@ from tests.data_prep.helpers import (
     read,
     reference,
     run_script,
+    sft_arguments,
     some_texts,
     write_jsonl,
 )
@@ -228,13 +229,11 @@ def test_indented_array_in_a_folder_is_used(tmp_path: Path) -> None:
 
 
 def prepare(folder: Path, source: Path, prefix: Path, *more: str) -> None:
-    made = ["--input", str(source), "--tokenizer-model", str(folder), "--seq-length", "128", "--workers", "1", *more]
-    assert sft.main([*made, "--output-prefix", str(prefix)]) == 0
+    assert sft.main(sft_arguments(folder, source, prefix, *more)) == 0
 
 
 @pytest.mark.parametrize("shape", ["one line", "gzip"])
 def test_array_file_matches_lines(folder: Path, tmp_path: Path, shape: str) -> None:
-    """An array gives the dataset of its lines, including bad records and their numbers."""
     records = [json.loads(line) for line in [*GOOD[:30], BAD_LINES["unknown_role"], *GOOD[30:]]]
     lines = tmp_path / "lines.jsonl"
     lines.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -302,9 +301,7 @@ def test_error_names_file_line_and_reason(tmp_path: Path, preprocess: Run, name:
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_skip_counts_and_quarantines_each_line(
-    tmp_path: Path, preprocess: Run, tokenizer: Path, compressed: bool
-) -> None:
+def test_skip_quarantines_each_line(tmp_path: Path, preprocess: Run, tokenizer: Path, compressed: bool) -> None:
     lines: list[bytes] = []
     texts, bad_at = [], {}
     for number, (bad, reason) in enumerate(BAD.values()):
@@ -440,7 +437,6 @@ def test_token_type_follows_the_vocabulary(vocabulary: int, dtype: str) -> None:
 
 
 def test_index_chunks_are_contiguous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pointers and document indices continue across the chunks of a large index."""
     lengths = np.random.default_rng(0).integers(0, 5, 1000).astype("<i4")
     lengths.tofile(tmp_path / "lengths")
     files = []

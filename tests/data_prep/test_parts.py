@@ -8,8 +8,6 @@ import itertools
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,18 +17,22 @@ from data_prep import preprocess, sft
 from data_prep.lib.encoding_run import format_numbers, split_input
 from data_prep.lib.input_files import find_sources
 from megatron_llama.system.errors import MachineError, UserError
-from tests.data_prep.helpers import GOOD, cut_lines, listing, manifest, run_interrupted, some_texts, write_jsonl
+from megatron_llama.system.files import wait_for_lock
+from tests.data_prep.helpers import (
+    GOOD,
+    arguments,
+    cut_lines,
+    listing,
+    manifest,
+    run_interrupted,
+    sft_arguments,
+    some_texts,
+    write_jsonl,
+)
 
 Make = Callable[..., None]
 SUFFIXES = ("bin", "idx", "json", "quarantine.jsonl")
-HOLD_LOCK = """
-import sys
-from megatron_llama.system.files import wait_for_lock
-lock = open({path!r}, "wb")
-wait_for_lock(lock)
-print("held", flush=True)
-sys.stdin.read()
-"""
+OPTIONS = ("--workers", 1, "--block-mib", 0.01, "--on-bad-line", "skip")
 
 
 @pytest.fixture
@@ -53,8 +55,7 @@ def make(tokenizer: Path, corpus: Path) -> Make:
     """Return a function that runs preprocess.py on the corpus in this process and skips bad lines."""
 
     def run(prefix: Path, part: str | None = None, *more: str) -> None:
-        args = ["--input", corpus, "--output-prefix", prefix, "--tokenizer-model", tokenizer, "--append-eod"]
-        args += ["--workers", 1, "--block-mib", 0.01, "--on-bad-line", "skip", *more]
+        args = arguments(tokenizer, prefix, corpus, *OPTIONS, *more)
         assert preprocess.main([*map(str, args), *(["--part", part] if part else [])]) == 0
 
     return run
@@ -66,7 +67,6 @@ def made(prefix: Path, suffixes: tuple[str, ...] = SUFFIXES) -> list[bytes]:
 
 @pytest.mark.parametrize("count", [1, 3, 14])
 def test_parts_match_a_single_run(tmp_path: Path, make: Make, count: int) -> None:
-    """Compare dataset, manifest and line numbers of bad lines, for any order of the parts."""
     make(tmp_path / "one/x")
     for number in [*range(2, count + 1), 1]:
         assert not (tmp_path / "parts/x_text_document.bin").exists()
@@ -95,9 +95,7 @@ def test_a_fine_tuning_set_in_parts(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "chat.jsonl").write_text("\n".join(GOOD * 5))
     for prefix, parts in (("one", [[]]), ("parts", [["--part", "1/2"], ["--part", "2/2"]])):
         for part in parts:
-            args = ["--input", tmp_path / "chat.jsonl", "--tokenizer-model", folder, "--seq-length", 128]
-            args += ["--output-prefix", tmp_path / prefix / "x", "--workers", 1]
-            assert sft.main([*map(str, args), *part]) == 0
+            assert sft.main(sft_arguments(folder, tmp_path / "chat.jsonl", tmp_path / prefix / "x", *part)) == 0
     for end in ("_sft.bin", "_sft.idx", "_sft.json", "_sft_mask.bin", "_sft_mask.idx", "_sft_mask.json"):
         assert (tmp_path / f"parts/x{end}").read_bytes() == (tmp_path / f"one/x{end}").read_bytes()
 
@@ -120,8 +118,7 @@ def test_part_resumes_after_kill(
 ) -> None:
     make(tmp_path / "one/x")
     make(tmp_path / "parts/x", "1/2")
-    args = ["--input", corpus, "--output-prefix", tmp_path / "parts/x", "--tokenizer-model", tokenizer, "--append-eod"]
-    args += ["--workers", 1, "--block-mib", 0.01, "--on-bad-line", "skip", "--part", "2/2", "--checkpoint-seconds", 0]
+    args = arguments(tokenizer, tmp_path / "parts/x", corpus, *OPTIONS, "--part", "2/2", "--checkpoint-seconds", 0)
     assert run_interrupted("preprocess.py", *args, at=PHASES[phase]).returncode == -signal.SIGKILL
     capsys.readouterr()
     make(tmp_path / "parts/x", "1/2")  # finished parts are not repeated, and joined if complete
@@ -162,15 +159,11 @@ def test_damaged_part_is_removed(tmp_path: Path, make: Make) -> None:
 
 @contextlib.contextmanager
 def locked(work: Path) -> Iterator[None]:
-    """Lock a work folder in another process."""
+    """Lock a work folder as another process does: a lock is an open file's."""
     work.mkdir(parents=True, exist_ok=True)
-    code = HOLD_LOCK.format(path=str(work / "lock"))
-    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert other.stdout is not None and other.stdout.readline() == b"held\n"
-    try:
+    with open(work / "lock", "wb") as lock:
+        wait_for_lock(lock)
         yield
-    finally:
-        other.communicate()
 
 
 def test_one_process_joins_the_parts(tmp_path: Path, make: Make, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +187,7 @@ def test_bad_line_of_a_part_is_located(tmp_path: Path, tokenizer: Path) -> None:
     lines = [json.dumps({"text": "word"})] * 100
     lines[80] = "null"
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    args = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "o/x", "--tokenizer-model", tokenizer]
+    args = arguments(tokenizer, tmp_path / "o/x", tmp_path / "a.jsonl")
     with pytest.raises(UserError, match=r"a\.jsonl, line \d+ after byte \d+: not_an_object"):
         preprocess.main([*map(str, args), "--workers", "1", "--part", "2/2"])
     assert listing(tmp_path / "o/.x_text_document.parts") == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import lzma
 import os
@@ -27,8 +26,8 @@ from megatron_llama.text.chat_template import NAMED_TEMPLATES
 from megatron_llama.text.conversation import LABELLED
 from tests.checkpoint.runner import Job
 from tests.config.helpers import problems_of
-from tests.processes import wait_until
-from tests.ranks import check_threads
+from tests.data_prep.helpers import sft_arguments, write_csv, write_parquet
+from tests.processes import Launcher, wait_until
 from tests.tools.inference.models import command, make_folder
 
 pytest.importorskip("tokenizers", reason="Hugging Face tokenizers are an extra")
@@ -70,8 +69,7 @@ def content(prefix: str | Path) -> list[bytes]:
 
 def by_hand(tmp_path: Path, base: Path, file: Path, *options: str) -> list[bytes]:
     """Prepare a file with sft.py; return its output."""
-    made = ["--input", str(file), "--tokenizer-model", str(base), "--seq-length", "64", "--workers", "1", *options]
-    assert data_prep.sft.main([*made, "--output-prefix", str(tmp_path / "by_hand" / "set")]) == 0
+    assert data_prep.sft.main(sft_arguments(base, file, tmp_path / "by_hand/set", *options, length=64)) == 0
     return content(tmp_path / "by_hand" / "set_sft")
 
 
@@ -114,21 +112,15 @@ def test_a_table(base: Path, tmp_path: Path) -> None:
 
 
 def test_other_kinds_of_files_and_a_folder(base: Path, chat: Path, tmp_path: Path) -> None:
-    """Parquet, CSV, compressed and downloaded files with equal records give equal datasets."""
-    parquet = pytest.importorskip("pyarrow.parquet", reason="an extra")
-    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow", reason="an extra")
     rows = [{"prompt": question, "completion": answer} for question, answer in TALKS * 4]
     hub = tmp_path / "hf/hub/datasets--org--talks"
     for path in (tmp_path / "a.parquet", hub / "blobs/b0"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        write_parquet(path, rows)
     (hub / "snapshots/0a1b/data").mkdir(parents=True)
     (hub / "snapshots/0a1b/data/train-00000-of-00001.parquet").symlink_to(hub / "blobs/b0")
     (hub / "snapshots/0a1b/data/test-00000-of-00001.parquet").write_bytes(b"not looked at")
-    with open(tmp_path / "b.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, ["prompt", "completion"])
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(tmp_path / "b.csv", rows)
     (tmp_path / "c.jsonl.xz").write_bytes(lzma.compress(chat.read_bytes()))
     expected = by_hand(tmp_path, base, chat)
     folder = resolve_raw_data(str(hub / "snapshots/0a1b"))
@@ -215,20 +207,13 @@ def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch:
     (records,) = prepare_run._find_records(config, config.data, raw_data_files(config.data), [], [])
     rest = records.folder.parent / f".{records.folder.name}.partial.elsewhere.1"  # leftover of a killed run
     rest.mkdir(parents=True)
-    pids = []
-    check_threads()
-    for number in range(2):
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            status = 1
-            try:
-                os.dup2(os.open(tmp_path / f"said{number}", os.O_CREAT | os.O_WRONLY), 1)
-                prepare_run.sys.stdout = open(1, "w", closefd=False)
-                status = int(with_prepared(config).data.prefixes != [records.prefix])
-            finally:
-                os._exit(status)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0, 0]
-    output = " ".join(" ".join((tmp_path / f"said{number}").read_text() for number in range(2)).split())
+
+    def prepared() -> int:
+        return int(with_prepared(config).data.prefixes != [records.prefix])
+
+    starts = [Launcher(prepared, tmp_path, f"said{number}") for number in range(2)]
+    assert [start.wait() for start in starts] == [0, 0]
+    output = " ".join(" ".join(start.errors for start in starts).split())
     assert output.count("16 documents") == 1 and output.count("prepared by another run") == 1
     assert sorted(path.suffix for path in records.folder.parent.iterdir()) == ["", ".lock"]
 

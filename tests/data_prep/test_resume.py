@@ -20,6 +20,7 @@ from megatron_llama.system.errors import MachineError
 from tests.data_prep.helpers import (
     GOOD,
     Run,
+    arguments,
     assert_refused,
     kill_this_process,
     listing,
@@ -30,6 +31,7 @@ from tests.data_prep.helpers import (
     run_in_fork,
     run_interrupted,
     run_script,
+    sft_arguments,
     some_texts,
     start,
     write_jsonl,
@@ -68,11 +70,9 @@ def documents(tmp_path: Path) -> list[str]:
 @pytest.fixture
 def args(tmp_path: Path, tokenizer: Path) -> list[object]:
     """The arguments of preprocess.py for ``documents``."""
-    return [
-        *("--input", tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz", "--output-prefix", tmp_path / "out/x"),
-        *("--tokenizer-model", tokenizer, "--append-eod", "--on-bad-line", "skip", "--workers", 2),
-        *("--block-mib", 0.01, "--checkpoint-seconds", 0),
-    ]
+    inputs, options = (tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"), ("--on-bad-line", "skip", "--workers", 2)
+    more = (*options, "--block-mib", 0.01, "--checkpoint-seconds", 0)
+    return arguments(tokenizer, tmp_path / "out/x", *inputs, *more)
 
 
 def killed(args: list[object], where: str, function: str, call: int, *, after: bool = False) -> None:
@@ -144,12 +144,14 @@ def test_signal_exits_with_75_and_run_resumes(
     check_complete(tmp_path, documents, tokenizer)
 
 
+ManyTexts = tuple[list[str], list[object]]
+
+
 @pytest.fixture
-def many_texts(tmp_path: Path, tokenizer: Path) -> tuple[list[str], list[object]]:
+def many_texts(tmp_path: Path, tokenizer: Path) -> ManyTexts:
     """Texts, and the arguments that prepare them with three workers."""
     texts = some_texts(2000, seed=3)
-    source = write_jsonl(tmp_path / "a.jsonl", texts)
-    args = ["--input", source, "--output-prefix", tmp_path / "x", "--tokenizer-model", tokenizer, "--append-eod"]
+    args = arguments(tokenizer, tmp_path / "x", write_jsonl(tmp_path / "a.jsonl", texts))
     return texts, [*args, "--workers", 3, "--encoder", "sentencepiece", "--block-mib", 0.1]
 
 
@@ -160,7 +162,7 @@ def worker_pids() -> list[str]:
 TAKE_3 = ("encoding_run.EncodingRun", "_take", 3)
 
 
-def test_workers_end_with_their_parent(tmp_path: Path, many_texts: tuple[list[str], list[object]]) -> None:
+def test_workers_end_with_their_parent(tmp_path: Path, many_texts: ManyTexts) -> None:
     def kill_after_listing() -> None:
         (tmp_path / "pids").write_text(" ".join(worker_pids()))
         kill_this_process()
@@ -171,9 +173,7 @@ def test_workers_end_with_their_parent(tmp_path: Path, many_texts: tuple[list[st
     assert all(gone(int(worker)) for worker in workers)
 
 
-def test_a_killed_worker_is_reported_and_nothing_lost(
-    tmp_path: Path, many_texts: tuple[list[str], list[object]], tokenizer: Path
-) -> None:
+def test_a_killed_worker_is_reported_and_nothing_lost(tmp_path: Path, many_texts: ManyTexts, tokenizer: Path) -> None:
     def kill_a_worker() -> None:
         os.kill(int(worker_pids()[1]), signal.SIGKILL)
 
@@ -188,11 +188,8 @@ def test_a_killed_worker_is_reported_and_nothing_lost(
 def test_a_full_disk(tmp_path: Path, tokenizer: Path, limit: int) -> None:
     """A file size limit emulates a full disk. Without the limit, the run resumes."""
     texts = some_texts(1200)
-    args = [
-        *("--input", write_jsonl(tmp_path / "a.jsonl", texts), "--output-prefix", tmp_path / "out/x"),
-        *("--tokenizer-model", tokenizer, "--append-eod", "--workers", 1),
-        *("--block-mib", 0.02, "--checkpoint-seconds", 0),
-    ]
+    args = arguments(tokenizer, tmp_path / "out/x", write_jsonl(tmp_path / "a.jsonl", texts))
+    args += ["--workers", 1, "--block-mib", 0.02, "--checkpoint-seconds", 0]
 
     def on_a_small_disk() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
@@ -209,13 +206,14 @@ def test_a_fine_tuning_set_resumes_after_kill_9(folder: Path, tmp_path: Path) ->
     """Resume with two outputs of different dtypes."""
     source = tmp_path / "chat.jsonl"
     source.write_text("\n".join(GOOD * 60) + "\n")
-    args = ["--input", source, "--tokenizer-model", folder, "--seq-length", 128, "--workers", 1]
-    args += ["--checkpoint-seconds", 0, "--output-prefix"]
-    output_of(run_script("sft.py", *args, tmp_path / "whole"))
+    whole, args = (
+        sft_arguments(folder, source, tmp_path / name, "--checkpoint-seconds", 0) for name in ("whole", "killed")
+    )
+    output_of(run_script("sft.py", *whole))
     at = ("workspace.Workspace", "checkpoint", 1)
-    assert run_interrupted("sft.py", *args, tmp_path / "killed", at=at, after=True).returncode == -signal.SIGKILL
+    assert run_interrupted("sft.py", *args, at=at, after=True).returncode == -signal.SIGKILL
     assert (tmp_path / ".killed_sft+killed_sft_mask.partial" / "journal.jsonl").exists()
-    assert "resuming after" in output_of(run_script("sft.py", *args, tmp_path / "killed"))
+    assert "resuming after" in output_of(run_script("sft.py", *args))
     for suffix in ("_sft.bin", "_sft.idx", "_sft_mask.bin", "_sft_mask.idx"):
         assert (tmp_path / f"whole{suffix}").read_bytes() == (tmp_path / f"killed{suffix}").read_bytes()
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
+from functools import cache
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
-from data_prep import sft
 from data_prep.lib import records
 from data_prep.lib.records import REPEATED_KEY
 from data_prep.lib.sets import ExampleOptions, build_chat_format
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import (
+    Jinja,
     TrainedTemplate,
     load_own_template,
     trained_template,
@@ -24,14 +25,33 @@ from megatron_llama.text.conversation import Turn
 from megatron_llama.text.loss_spans import encode_spans
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer
 from megatron_llama.tools.inference.chat import PromptBuilder
-from tests.data_prep.helpers import BAD_LINES, CHATML, GOOD, assert_refused, chat_line, output_of, read, run_script
+from tests.data_prep.helpers import (
+    BAD_LINES,
+    CHATML,
+    GOOD,
+    assert_refused,
+    chat_line,
+    output_of,
+    read,
+    run_script,
+    sft_arguments,
+)
 
 
-def prepare(
-    folder: Path, source: Path, prefix: Path, *more: object, length: int = 128
-) -> subprocess.CompletedProcess[str]:
-    common = ("--tokenizer-model", folder, "--output-prefix", prefix, "--seq-length", length, "--workers", 1)
-    return run_script("sft.py", "--input", source, *common, *more)
+def prepare(folder: Path, source: Path, prefix: Path, *more: object, length: int = 128) -> CompletedProcess[str]:
+    return run_script("sft.py", *sft_arguments(folder, source, prefix, *more, length=length))
+
+
+@cache
+def chat_format(folder: Path) -> tuple[HuggingFaceTokenizer, Jinja]:
+    tokenizer = HuggingFaceTokenizer(folder)
+    return tokenizer, load_own_template(folder, tokenizer.added_tokens)
+
+
+def encoded(folder: Path, *turns: Turn) -> tuple[list[int], list[bool]]:
+    """Return the ids of a conversation, and whether each has a loss."""
+    tokenizer, template = chat_format(folder)
+    return encode_spans(template.render_spans(list(turns)), tokenizer, parse_special=True)
 
 
 def test_every_record_is_accounted_for(folder: Path, tmp_path: Path) -> None:
@@ -49,23 +69,19 @@ def test_every_record_is_accounted_for(folder: Path, tmp_path: Path) -> None:
     entries = [json.loads(line) for line in (tmp_path / "out_sft.quarantine.jsonl").read_text().splitlines()]
     assert [entry["reason"] for entry in entries] == [*BAD_LINES, "no_assistant_turn"] and entries[-1]["line"] == 55
     # The files have exactly the tokens of the examples.
-    tokenizer = HuggingFaceTokenizer(folder)
-    template = load_own_template(folder, tokenizer.added_tokens)
     for number, (ids, mask) in enumerate(zip(tokens, masks, strict=True)):
         turns = [Turn("user", f"Question {number}?"), Turn("assistant", f"Answer {number}.")]
-        expected, marks = encode_spans(template.render_spans(turns), tokenizer, parse_special=True)
+        expected, marks = encoded(folder, *turns)
         assert ids.tolist() == expected and mask.tolist() == [int(mark) for mark in marks]
     assert manifest["tokens"] == sum(map(len, tokens))
     assert manifest["tokens_with_loss"] == sum(int(mask.sum()) for mask in masks)
 
 
 def test_a_fault_in_reading_is_one_bad_record(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception in one record does not affect the others."""
     source = tmp_path / "chat.jsonl"
     source.write_text("\n".join([GOOD[0], '{"question": "q", "answer": "a"}', GOOD[1]]) + "\n")
     monkeypatch.setitem(records._READERS, "gsm8k", lambda record: record["answer"]["no"])
-    made = ["--input", source, "--tokenizer-model", folder, "--output-prefix", tmp_path / "out", "--seq-length", 128]
-    assert sft.main([*map(str, made), "--workers", "1", "--on-bad-line", "skip"]) == 0
+    output_of(prepare(folder, source, tmp_path / "out", "--on-bad-line", "skip"))
     manifest = read(tmp_path / "out")[2]
     assert manifest["skipped"] == {"broken_record": 1} and manifest["documents_written"] == 2
 
@@ -84,12 +100,10 @@ def test_output_is_independent_of_workers_and_not_rewritten(folder: Path, tmp_pa
 @pytest.mark.parametrize("over", [0, 1])
 def test_truncation_at_the_limit(folder: Path, tmp_path: Path, over: int) -> None:
     """129 tokens fit --seq-length 128, since the last is only a label; longer examples are truncated."""
-    tokenizer = HuggingFaceTokenizer(folder)
-    template = load_own_template(folder, tokenizer.added_tokens)
 
     def record(words: int) -> tuple[list[Turn], int]:
         turns = [Turn("user", "q"), Turn("assistant", "x" + " é" * words)]
-        return turns, len(encode_spans(template.render_spans(turns), tokenizer, parse_special=True)[0])
+        return turns, len(encoded(folder, *turns)[0])
 
     words = next(words for words in range(200) if record(words)[1] >= 129 + over)
     turns, count = record(words)
@@ -114,12 +128,8 @@ def test_pairs(folder: Path, tmp_path: Path, length: int) -> None:
     output = output_of(prepare(folder, source, tmp_path / "out", *flags, length=length))
     (ids,), (mask,), manifest = read(tmp_path / "out")
     assert manifest["skipped"] == {"equal_answers": 1} and "finetune.objective=dpo" in output
-    tokenizer = HuggingFaceTokenizer(folder)
-    template = load_own_template(folder, tokenizer.added_tokens)
-    sides = []
-    for answer in (short, long):
-        turns = [Turn("user", "Question 1?", False), Turn("assistant", answer.strip())]
-        sides.append(encode_spans(template.render_spans(turns), tokenizer, parse_special=True))
+    question = Turn("user", "Question 1?", False)
+    sides = [encoded(folder, question, Turn("assistant", answer.strip())) for answer in (short, long)]
     rest = length + 1 - len(sides[0][0])
     assert ids.tolist() == sides[0][0] + sides[1][0][:rest]
     assert mask.tolist() == [int(mark) for mark in sides[0][1]] + [2 + mark for mark in sides[1][1][:rest]]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import multiprocessing
 import os
 import signal
-import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +26,16 @@ from megatron_llama.system import progress
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import locked_folder, scratch_folder
 from tests.data.files import numbered, train_tokenizer, write_indexed
-from tests.data_prep.helpers import Run, assert_refused, output_of, run_script, some_texts, write_jsonl
+from tests.data_prep.helpers import (
+    Run,
+    assert_refused,
+    kill_this_process,
+    output_of,
+    run_in_fork,
+    run_script,
+    some_texts,
+    write_jsonl,
+)
 
 
 @pytest.fixture
@@ -65,7 +72,6 @@ DAMAGE = {
 
 
 def test_inspect_finds_damage(dataset: Path, tmp_path: Path) -> None:
-    """Truncation and the wrong tokenizer too."""
     for suffix, where, data, word in DAMAGE.values():
         path = Path(f"{dataset}{suffix}")
         content = path.read_bytes()
@@ -139,9 +145,7 @@ def test_long_modules_are_cut_between_definitions_without_loss() -> None:
     assert all(len(part) < 600 for part in parts)
 
 
-def test_the_time_left_excludes_the_start_of_the_workers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_time_left_excludes_the_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
     for module in (job, progress):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -236,7 +240,7 @@ def test_a_failure_leaves_nothing(numbered_set: str, monkeypatch: pytest.MonkeyP
 LENGTH = 16
 ANALYZED = [[1 + (token * token) % 997 for token in document] for document in numbered(60)]
 TEXT = [token for document in ANALYZED for token in document]
-HOLD = "HOLD_ANALYSIS"
+KILL = "KILL_ANALYSIS"
 
 
 @pytest.fixture(autouse=True)
@@ -249,10 +253,10 @@ def analyzed_set(tmp_path: Path) -> str:
     return write_indexed(tmp_path / "a", ANALYZED)
 
 
-def held(ids: np.ndarray) -> float:
-    """A metric that blocks at sample 50 while HOLD is set in the environment."""
-    if HOLD in os.environ and np.array_equal(ids, TEXT[50 * LENGTH : 51 * LENGTH + 1]):
-        signal.pause()
+def fatal(ids: np.ndarray) -> float:
+    """A metric that kills the process at sample 50 while KILL is set in the environment."""
+    if KILL in os.environ and np.array_equal(ids, TEXT[50 * LENGTH : 51 * LENGTH + 1]):
+        kill_this_process()
     return float(ids.sum())
 
 
@@ -265,7 +269,7 @@ def written(analyzed_set: str, name: str) -> dict[str, bytes]:
 
 
 def test_values_match_definitions(analyzed_set: str) -> None:
-    for metric in ("vocab_rarity", "length", "tests.data_prep.test_tools.held"):
+    for metric in ("vocab_rarity", "length", "tests.data_prep.test_tools.fatal"):
         measure(analyzed_set, metric)
     count = (len(TEXT) - 1) // LENGTH
     units = [TEXT[unit * LENGTH : (unit + 1) * LENGTH + 1] for unit in range(count)]
@@ -273,7 +277,7 @@ def test_values_match_definitions(analyzed_set: str) -> None:
     rarities = [int(sum(-math.log(counts[id] / (count * LENGTH)) for id in unit)) for unit in units]
     owners = [len(document) for document in ANALYZED for _ in document]
     lengths = [float(np.mean(owners[unit * LENGTH : (unit + 1) * LENGTH + 1])) for unit in range(count)]
-    for name, values in (("vocab_rarity", rarities), ("length", lengths), ("held", list(map(sum, units)))):
+    for name, values in (("vocab_rarity", rarities), ("length", lengths), ("fatal", list(map(sum, units)))):
         measured = open_difficulty_index(Path(f"{analyzed_set}_metrics/{name}-{LENGTH}"), analyzed_set)
         np.testing.assert_allclose(measured.values, values, rtol=1e-12)
         assert measured.order.tolist() == sorted(range(count), key=lambda unit: (measured.values[unit], unit))
@@ -296,30 +300,23 @@ def test_workers_and_parts_give_identical_files(analyzed_set: str, tmp_path: Pat
 
 
 def test_resumed_analysis_is_identical(analyzed_set: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    metric = "tests.data_prep.test_tools.held"
+    metric = "tests.data_prep.test_tools.fatal"
     other = write_indexed(tmp_path / "b", ANALYZED)
     measure(other, metric)
-    monkeypatch.setenv(HOLD, "1")
-    child = multiprocessing.get_context("fork").Process(target=measure, args=(analyzed_set, metric))
-    child.start()
-    work = Path(f"{analyzed_set}_metrics/held-{LENGTH}/.partial")
-    deadline = time.monotonic() + 120
-    while len(done := sorted(work.glob("values-*.npy"))) < 5 and time.monotonic() < deadline and child.is_alive():
-        time.sleep(0.01)
-    child.kill()
-    child.join()
+    monkeypatch.setenv(KILL, "1")
+    assert run_in_fork(lambda: measure(analyzed_set, metric)).returncode == -signal.SIGKILL
+    monkeypatch.delenv(KILL)
+    work = Path(f"{analyzed_set}_metrics/fatal-{LENGTH}/.partial")
+    done = sorted(work.glob("values-*.npy"))
     assert len(done) == 5 and not (work.parent / "index.json").exists()
     with pytest.raises(UserError, match="there is no index"):
         open_difficulty_index(work.parent, analyzed_set)
-    monkeypatch.delenv(HOLD)
-    inodes = [path.stat().st_ino for path in done]
-    assert [path.stat().st_ino for path in sorted(work.glob("values-*.npy"))[:5]] == inodes
     (work / done[0].name).write_bytes(b"")  # after a power failure, incomplete files must be detected
     with pytest.raises((ValueError, EOFError, OSError)):
         measure(analyzed_set, metric)
     done[0].unlink()
     measure(analyzed_set, metric)
-    assert written(analyzed_set, "held") == written(other, "held")
+    assert written(analyzed_set, "fatal") == written(other, "fatal")
 
 
 def test_other_analysis_needs_overwrite(analyzed_set: str) -> None:
@@ -327,7 +324,7 @@ def test_other_analysis_needs_overwrite(analyzed_set: str) -> None:
     before = written(analyzed_set, "length")
     measure(analyzed_set, "length")  # already complete
     with pytest.raises(UserError, match="--overwrite"):
-        measure(analyzed_set, "tests.data_prep.test_tools.held", "--name", "length")
+        measure(analyzed_set, "tests.data_prep.test_tools.fatal", "--name", "length")
     write_indexed(Path(analyzed_set), ANALYZED[1:])
     with pytest.raises(UserError, match="another version of"):
         measure(analyzed_set, "length")

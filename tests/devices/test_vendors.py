@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -41,9 +40,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_machine_without_a_device_is_reported_and_imports_nothing(
-    machine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_device_is_reported_without_an_import(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gaudi(machine, cards=0)  # an accelerator of another make
     reasons = {
         "neuron": "this machine has no Neuron device (/dev/neuron0)",
@@ -76,9 +73,7 @@ def test_packages_and_their_sources(machine: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("device_is_there", [True, False])
-def test_a_placeholder_counts_as_not_installed(
-    device_is_there: bool, machine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_placeholder_is_no_package(device_is_there: bool, machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if device_is_there:
         trainium(machine)
     line = 'raise ImportError("WRONG PACKAGE. Please install the package from Neuron Repository")\n'
@@ -114,9 +109,7 @@ def test_cores_of_a_smaller_chip(machine: Path) -> None:
 
 @pytest.mark.parametrize("variable", [*VARIABLES[:3], "HABANA_VISIBLE_MODULES"])
 @pytest.mark.parametrize("text", ["all", "-1", "0-"])
-def test_a_variable_that_is_not_a_number_is_rejected(
-    variable: str, text: str, machine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_numbers_are_rejected(variable: str, text: str, machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gaudi(trainium(machine))
     monkeypatch.setenv(variable, text)
     with pytest.raises(ConfigError, match=variable):
@@ -249,18 +242,12 @@ def train(folder: Path, root: Path, *overrides: str, **variables: str) -> tuple[
     """Run train.py in a new process with the driver's files in ``root``; return losses and the stand-ins' records."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.jsonl"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("NEURON", "TORCH", "PT_"))}
-    environment |= {
-        "PYTHONPATH": os.pathsep.join([str(FAKES), str(ROOT)]),
-        "STAND_IN_LOG": str(log),
-        "STAND_IN_ROOT": str(root),
-        "OMP_NUM_THREADS": "1",
-        **variables,
-    }
+    variables = {"OMP_NUM_THREADS": "1", "STAND_IN_LOG": str(log), "STAND_IN_ROOT": str(root)} | variables
+    variables["PYTHONPATH"] = os.pathsep.join([str(FAKES), str(ROOT)])
     precision = "trainer.precision=fp32"  # accelerators have another default
     arguments = [*SMALL, f"trainer.steps={STEPS}", "checkpoint.save_last=false", precision, f"run.dir={folder / 'run'}"]
     words = [sys.executable, str(TRAIN_PY), *arguments, *overrides]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
+    done = processes.run_command(*words, timeout=240, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return processes.losses(folder / "run"), [json.loads(line) for line in log.read_text().splitlines()]
 

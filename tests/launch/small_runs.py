@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from tests.paths import ROOT
-from tests.processes import announce, pids, save_and_leave, steps, wait_until
+from tests.processes import announce, environment, pids, save_and_leave, steps, wait_until
 
 TINY = ["data=mock", "device=cpu", "trainer.steps=1"]
 TRAIN = str(ROOT / "train.py")
@@ -20,6 +21,19 @@ SMALL = (
     "data=mock device=cpu data.seq_length=32 model.num_hidden_layers=2 model.hidden_size=64 "
     "model.intermediate_size=96 device.peak_tflops=0.01 trainer.tp=2 logging.tensorboard=false"
 ).split()
+
+
+def started(
+    command: Sequence[str], folder: Path | None = None, *, terminal: bool = False, **variables: str
+) -> subprocess.Popen[str]:
+    """Start a command in the background, without launcher variables.
+
+    With ``terminal``, in a separate process group, as a terminal starts it: Ctrl-C reaches all of it.
+    """
+    env, pipe = environment(**variables), subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=terminal
+    )
 
 
 def wait_for_step(run: subprocess.Popen[str], folder: Path, step: int, limit: float = 150.0) -> None:

@@ -30,10 +30,18 @@ from megatron_llama.plan import Plan
 from megatron_llama.system.wrapping import WIDTH
 from tests.data.files import numbered, write_indexed
 from tests.golden import GoldenFiles
-from tests.launch.small_runs import TINY, note_place, script
+from tests.launch.small_runs import TINY, note_place, script, started
 from tests.paths import ROOT
-from tests.processes import LAUNCHER_VARIABLES, MakeLauncher, environment, run_command, wait_until
+from tests.processes import LAUNCHER_VARIABLES, MakeLauncher, run_command, wait_until
 from tests.ranks import check_threads
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the launcher's variables from the environment."""
+    for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
+        monkeypatch.delenv(name)
+
 
 # Runs train.py and says afterwards which of the heavy packages came along.
 PROBE = """
@@ -85,7 +93,6 @@ REFUSED = [
 
 def test_refusals(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """All mistakes are reported at once, before anything is started, imported or written."""
-    clear_launcher_variables(monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     prefix = write_indexed(tmp_path / "set", numbered(50, first_id=700))
@@ -105,10 +112,7 @@ def test_refusals(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch
     assert "train.py: trainer.seed is given more than once; the last value is used\n" in printed.err
 
 
-def test_a_device_that_is_not_here_is_refused_together_with_the_rest(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clear_launcher_variables(monkeypatch)
+def test_a_missing_device_among_mistakes(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
     def missing(name: str) -> None:
         raise ValueError(f"device={name} is unavailable on this host: no driver")
@@ -117,12 +121,6 @@ def test_a_device_that_is_not_here_is_refused_together_with_the_rest(
     assert cli.main(["data=mock", "device=cuda", "optim.lr=-1"]) == 2
     text = capfd.readouterr().err
     assert "is unavailable on this host" in text and "optim.lr" in text
-
-
-def clear_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the launcher's variables from the environment."""
-    for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
-        monkeypatch.delenv(name)
 
 
 class Accelerator:
@@ -189,9 +187,7 @@ def test_documented_commands_run_on_a_machine_with_gpus(
     assert find_world(config, None).plan().world_size == (world or devices)
 
 
-def test_a_gpu_that_torch_cannot_use_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unusable_gpu_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("megatron_llama.launch.world.ignored_devices", lambda: ["the GPU is not used. " * 8])
     find_world(load_config([], cli.CONF_DIR), None)
     lines = capsys.readouterr().err.splitlines()
@@ -210,10 +206,7 @@ def test_the_world_of_a_starter_wins() -> None:
     assert run_dir.run_dir_name(config, "x") == "runs/.._.._a_b-_etc-x"
 
 
-def test_a_run_writes_its_config_and_plan(
-    launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clear_launcher_variables(monkeypatch)
+def test_a_run_writes_config_and_plan(launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     job = launcher(partial(cli.main, [*TINY, "trainer.tp=2", "trainer.global_batch_size=4"], note_place))
     assert job.wait() == 0, job.errors
@@ -236,10 +229,7 @@ def hold(plan: Plan) -> None:
     time.sleep(600)
 
 
-def test_one_folder_has_one_run(
-    launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    clear_launcher_variables(monkeypatch)
+def test_one_folder_has_one_run(launcher: MakeLauncher, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = [*TINY, f"run.dir={tmp_path}/run"]
     job = launcher(partial(cli.main, arguments, hold))
     wait_until((tmp_path / "run/held").exists, lambda: job.errors)
@@ -257,9 +247,7 @@ def test_one_folder_has_one_run(
     wait_until(is_released)
 
 
-def test_a_disk_without_locks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_file_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -276,8 +264,7 @@ def test_a_disk_without_locks(
     assert not lock.read_text(), "a later start does not take a run that has ended for a running one"
 
 
-def test_a_full_disk_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clear_launcher_variables(monkeypatch)
+def test_a_full_disk_is_one_message(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     check_threads()
     pid = os.fork()
@@ -293,9 +280,7 @@ def test_a_full_disk_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "run.dir" in stderr and "cannot write" in stderr and "Traceback" not in stderr
 
 
-def test_ctrl_c_before_the_start_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_before_the_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -306,7 +291,6 @@ def test_ctrl_c_before_the_start_is_one_line(
 
 def test_a_job_that_is_started_again_finds_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    clear_launcher_variables(monkeypatch)
     config = load_config(TINY, cli.CONF_DIR)
     first = run_dir.default_run_dir(config, "4711")
     assert re.fullmatch(r"runs/llama_2m-mock-4711-\d{8}-\d{6}", first)
@@ -324,7 +308,6 @@ def test_a_job_that_is_started_again_finds_its_folder(tmp_path: Path, monkeypatc
 def test_a_clock_that_is_set_back_gives_a_new_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the folder of an earlier run, this run would resume it."""
     monkeypatch.chdir(tmp_path)
-    clear_launcher_variables(monkeypatch)
     config = load_config(TINY, cli.CONF_DIR)
     before_1970 = time.mktime((1969, 7, 20, 20, 17, 39, 0, 1, -1))
     monkeypatch.setattr(run_dir.time, "time", lambda: before_1970)
@@ -354,17 +337,10 @@ def test_torchrun_shows_the_first_failure(tmp_path: Path) -> None:
 def srun(path: Path, arguments: list[str], folder: Path, tasks: int = 2) -> list[subprocess.Popen[str]]:
     """Ranks with srun's variables."""
     common = {"SLURM_NTASKS": str(tasks), "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid())}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(path), *arguments],
-            cwd=folder,
-            env=environment(**common, SLURM_PROCID=str(task), SLURM_LOCALID=str(task), GLOO_SOCKET_IFNAME="lo"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for task in range(tasks)
-    ]
+    common["GLOO_SOCKET_IFNAME"] = "lo"
+    command = [sys.executable, str(path), *arguments]
+    numbers = map(str, range(tasks))
+    return [started(command, folder, SLURM_PROCID=task, SLURM_LOCALID=task, **common) for task in numbers]
 
 
 def test_srun_ranks_meet(tmp_path: Path) -> None:

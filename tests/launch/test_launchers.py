@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.small_runs import SMALL, TRAIN, wait_for_step
+from tests.launch.small_runs import SMALL, TRAIN, started, wait_for_step
 from tests.paths import ROOT
 from tests.processes import PATIENCE_SECONDS, children, environment, gone, losses, run_train_py, steps, wait_until
 
@@ -39,14 +39,9 @@ def mpirun(mpi: str) -> list[str]:
     return [str(program), *(["--allow-run-as-root", "--oversubscribe"] if mpi == "openmpi" else []), "-np", "2"]
 
 
-def started(command: list[str], terminal: bool = False, **variables: str) -> subprocess.Popen[str]:
-    """Starts a command in the background; Intel's mpirun is a script that looks for its programs in PATH.
-
-    With ``terminal``, in a separate process group, as a terminal starts it: Ctrl-C reaches all of it.
-    """
-    variables = environment(PATH=f"{Path(command[0]).parent}:{os.environ['PATH']}", **variables)
-    piped = subprocess.PIPE
-    return subprocess.Popen(command, env=variables, stdout=piped, stderr=piped, text=True, start_new_session=terminal)
+def run_by(command: list[str], terminal: bool = False) -> subprocess.Popen[str]:
+    """Start a command; Intel's mpirun is a script that looks for its programs in PATH."""
+    return started(command, terminal=terminal, PATH=f"{Path(command[0]).parent}:{os.environ['PATH']}")
 
 
 PLACE = """
@@ -61,7 +56,7 @@ print(json.dumps(dataclasses.asdict(process_context(os.environ))), flush=True)
 def test_mpirun_is_recognised(mpi: str, tmp_path: Path) -> None:
     (tmp_path / "place.py").write_text(PLACE.format(root=str(ROOT)))
     wrapped = ["sh", "-c", f"{sys.executable} {tmp_path}/place.py; true"]  # a shell of each rank's own in between
-    out, errors = started([*mpirun(mpi), *wrapped]).communicate(timeout=PATIENCE_SECONDS)
+    out, errors = run_by([*mpirun(mpi), *wrapped]).communicate(timeout=PATIENCE_SECONDS)
     places = sorted((json.loads(line) for line in out.splitlines()), key=lambda place: place["rank"])
     assert [(place["rank"], place["local_rank"]) for place in places] == [(0, 0), (1, 1)], errors
     for name, expected in {"launcher": "mpirun", "world_size": 2, "local_ranks": 2, "master_addr": "127.0.0.1"}.items():
@@ -89,7 +84,7 @@ def test_losses_equal_those_of_a_plain_run(launcher: str, plain: list[float], tm
         pytest.skip("accelerate is not installed")
     command = {"torchrun": TORCHRUN, "accelerate": [sys.executable, *ACCELERATE.split()]}.get(launcher)
     command = command or [*mpirun(launcher), *BY_HAND]
-    run = started([*command, *SMALL, "trainer.steps=3", f"run.dir={tmp_path}/run"])
+    run = run_by([*command, *SMALL, "trainer.steps=3", f"run.dir={tmp_path}/run"])
     out, errors = run.communicate(timeout=200)
     assert run.returncode == 0, errors
     assert losses(tmp_path / "run") == plain, "to the bit"
@@ -101,7 +96,7 @@ def test_a_signal_to_mpirun_saves_and_a_killed_rank_ends_all(tmp_path: Path) -> 
     arguments = [*SMALL, "optim=constant", "optim.warmup_steps=0", "trainer.steps=100000"]
     arguments += ["checkpoint.every_steps=2", "checkpoint.keep=2"]  # a run that keeps all needs 62 GiB of disk
     command = [*mpirun("mpich"), sys.executable, TRAIN, *arguments, f"run.dir={tmp_path}/run"]
-    run = started(command)
+    run = run_by(command)
     wait_for_step(run, tmp_path / "run", 3)
     run.send_signal(signal.SIGTERM)
     _, errors = run.communicate(timeout=PATIENCE_SECONDS)
@@ -109,7 +104,7 @@ def test_a_signal_to_mpirun_saves_and_a_killed_rank_ends_all(tmp_path: Path) -> 
     saved = steps(tmp_path / "run")[-1]
     assert (tmp_path / "run" / "checkpoints" / f"step_{saved:08d}").is_dir()
 
-    restarted = started(command)
+    restarted = run_by(command)
     wait_for_step(restarted, tmp_path / "run", saved + 2)
     ranks = pids_of(str(tmp_path / "run"))
     assert len(ranks) == 2
@@ -127,7 +122,7 @@ def test_ctrl_c_saves_and_names_the_folder_to_resume(launcher: str, status: int,
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     else:
         command = [*mpirun(launcher), sys.executable]
-    run = started([*command, TRAIN, *arguments, f"run.dir={tmp_path}/run"], terminal=True)
+    run = run_by([*command, TRAIN, *arguments, f"run.dir={tmp_path}/run"], terminal=True)
     wait_for_step(run, tmp_path / "run", 2)
     os.killpg(run.pid, signal.SIGINT)
     _, errors = run.communicate(timeout=PATIENCE_SECONDS)

@@ -147,28 +147,23 @@ def test_ctrl_c_to_all_processes(tmp_path: Path, times: int, status: int) -> Non
         assert job.output.splitlines()[-1] == "Stopped by SIGINT."
 
 
-def _killed_while_it_builds(plan: Plan) -> None:
-    first(run_rank, "build_optimizer", lambda: [os.kill(os.getppid(), signal.SIGTERM), time.sleep(600)])
-    run_rank.run_rank(plan)
-
-
-def _killed_while_it_exports(plan: Plan) -> None:
-    first(Checkpointer, "export", lambda: [os.kill(os.getppid(), signal.SIGTERM), time.sleep(600)])
-    run_rank.run_rank(plan)
-
-
 @pytest.mark.parametrize(
-    "work", [_killed_while_it_builds, pytest.param(_killed_while_it_exports, marks=pytest.mark.slow)]
+    ("owner", "name", "steps"),
+    [(run_rank, "build_optimizer", 0), pytest.param(Checkpointer, "export", 1, marks=pytest.mark.slow)],
 )
-def test_before_and_after_training(tmp_path: Path, work: Callable[[Plan], None]) -> None:
+def test_before_and_after_training(tmp_path: Path, owner: Any, name: str, steps: int) -> None:
+    def work(plan: Plan) -> None:
+        first(owner, name, lambda: [os.kill(os.getppid(), signal.SIGTERM), time.sleep(600)])
+        run_rank.run_rank(plan)
+
     job = Job(tmp_path / "run", *RUN, "trainer.steps=1", work=work)
     assert job.wait() == 128 + signal.SIGTERM, job.output
     assert job.output.splitlines()[-1] == "Stopped by SIGTERM." and "Traceback" not in job.output
-    assert len(losses(tmp_path / "run")) == (work is _killed_while_it_exports)
+    assert len(losses(tmp_path / "run")) == steps
 
 
 @pytest.mark.slow
-def test_under_nohup_a_closed_terminal_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_nohup_a_closed_terminal_changes_nothing(tmp_path: Path) -> None:
     def work(plan: Plan) -> None:
         def hang_up() -> None:
             for pid in (os.getppid(), os.getpid()):
@@ -188,7 +183,6 @@ def test_under_nohup_a_closed_terminal_changes_nothing(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("moment", [pytest.param("claiming the folder", marks=pytest.mark.slow), "between two forks"])
 def test_before_the_ranks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    """No half file stays, nor half a job."""
     patch = monkeypatch.setattr
     if moment == "claiming the folder":
         first(run_dir_module, "format_plan", lambda: signal.raise_signal(signal.SIGTERM), 1, patch)

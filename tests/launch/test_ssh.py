@@ -20,8 +20,8 @@ from megatron_llama.launch.ssh import control_line_closed
 from megatron_llama.launch.starts import read_starts
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan
-from tests.launch.small_runs import TINY, script
-from tests.processes import PATIENCE_SECONDS, environment, gone, pids, plan_of
+from tests.launch.small_runs import TINY, script, started
+from tests.processes import PATIENCE_SECONDS, gone, pids, plan_of
 
 # Like sshd: a shell in the user's home, in a session that outlives the local command. "down" is an unreachable host.
 SSH = """#!/bin/sh
@@ -65,14 +65,8 @@ def start(folder: Path, work: str, *overrides: str, before: str = "") -> subproc
     """The command on the first machine, in the background; its ranks run a function of small_runs.py."""
     modules = "import megatron_llama.launch.rendezvous, megatron_llama.launch.start"
     path = script(folder, work, before=f"{modules}\n{ADDRESS}\n{PATIENCE}\n{before}")
-    return subprocess.Popen(
-        [sys.executable, str(path), *TINY, "trainer.global_batch_size=4", *overrides],
-        cwd=folder,
-        env=environment(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", PIDS=str(folder)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, str(path), *TINY, "trainer.global_batch_size=4", *overrides]
+    return started(command, folder, MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", PIDS=str(folder))
 
 
 def test_ranks_on_two_hosts_meet(tmp_path: Path, ssh: str) -> None:
@@ -181,7 +175,6 @@ def test_a_host_notices_that_its_control_line_was_closed_while_it_started() -> N
 
 
 def test_hostfile(tmp_path: Path) -> None:
-    """One that is missing or wrong is the user's mistake."""
     text = "# ours\nn1 slots=8\n\nu@n2.cluster slots = 8 max_slots=16  # the second\n"
     assert parse_hostfile(text) == [Host("n1", 8), Host("u@n2.cluster", 8)]
     assert parse_hostfile("a\nb\n") == [Host("a"), Host("b")]
