@@ -19,7 +19,6 @@ from data_prep.lib.encoding_run import (
     PreparePart,
     describe_differences,
     finished_part,
-    format_numbers,
     join_parts,
     publish,
     quarantine_file,
@@ -31,10 +30,11 @@ from data_prep.lib.encoding_run import (
 )
 from data_prep.lib.job import PrepareJob, RunOptions
 from data_prep.lib.tokenizer_backends import Encoder, EncoderMismatch
-from data_prep.lib.workspace import KeyCounts, Ledger, Locked, Workspace
+from data_prep.lib.workspace import KeyCounts, Ledger, Locked, Workspace, read_journal
 from megatron_llama.corpus.indexed_format import CHUNK, MASK_DTYPE, IndexedDataset, token_dtype
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import read_json, sha256_file
+from megatron_llama.system.tables import format_ranges
 
 MANIFEST_FORMAT = 1
 # A run that stops at a bad line keeps its work folder only if repeating the work takes longer.
@@ -134,7 +134,7 @@ class _Preparation:
         if missing:
             finished = self._find_output()  # another process may have joined them
             if finished is None:
-                self.report(f"unfinished parts of {part.count}: {format_numbers(missing)}")
+                self.report(f"unfinished parts of {part.count}: {format_ranges(missing)}")
             return finished
         return self._join_parts([one for one in done if one is not None], cuts)
 
@@ -234,7 +234,7 @@ class _Preparation:
         if not self.work_folder.is_dir():
             return None
         workspace = Workspace(self.work_folder, self.names)
-        begun, checkpoints = workspace.read_journal()
+        begun, checkpoints = read_journal(workspace.folder)
         if checkpoints and checkpoints[-1].get("publish"):
             publish(workspace.folder, self.options.folder, self.names)
             workspace.remove()
@@ -248,7 +248,7 @@ class _Preparation:
 
     def _open_ledger(self, workspace: Workspace, expected: dict[str, Any], begin: BlockPosition = START) -> Ledger:
         """Resume an unfinished run with the options ``expected``, or start a new one at ``begin``."""
-        begun, checkpoints = workspace.read_journal()
+        begun, checkpoints = read_journal(workspace.folder)
         different = describe_differences(begun, expected) if begun is not None else []
         if different and not self.options.overwrite:
             same_but_for_content = begun is not None and {**begun, "input_state": ""} == {**expected, "input_state": ""}

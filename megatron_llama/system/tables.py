@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -99,3 +100,11 @@ def gib(size: int) -> str:
 def plural(count: int, noun: str) -> str:
     """Return ``noun`` for a count of one, else its plural with ``s``."""
     return noun if count == 1 else f"{noun}s"
+
+
+def format_ranges(numbers: Sequence[int]) -> str:
+    """Format numbers, such as ranks, as ranges: 0 1 2 3 8 9 11 as 0-3, 8-9, 11."""
+    # Within a range of successive numbers, number minus position is constant.
+    ranges = itertools.groupby(enumerate(sorted(numbers)), lambda item: item[1] - item[0])
+    ends = [(items[0][1], items[-1][1]) for items in (list(group) for _, group in ranges)]
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ends)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -44,14 +43,6 @@ def show_line(text: str) -> None:
     is_terminal = sys.stderr.isatty()
     sys.stderr.write(f"\r\x1b[K{text[:79]}" if is_terminal else f"{text}\n" if text else "")
     sys.stderr.flush()
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Format the ranks, or other numbers, 0 1 2 3 8 9 10 11 as 0-3, 8-11."""
-    # Within a span of successive ranks, rank minus position is constant.
-    spans = itertools.groupby(enumerate(sorted(ranks)), lambda item: item[1] - item[0])
-    ends = [(span[0][1], span[-1][1]) for span in (list(items) for _, items in spans)]
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ends)
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:

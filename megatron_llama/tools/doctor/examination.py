@@ -19,9 +19,9 @@ from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.plan import Plan
 from megatron_llama.plan.memory import optimizer_bytes
 from megatron_llama.system.files import user_cache
-from megatron_llama.system.tables import gib, plural, text_table
+from megatron_llama.system.tables import format_ranges, gib, plural, text_table
 from megatron_llama.system.wrapping import fill
-from megatron_llama.tools.common import format_ranks, show_line
+from megatron_llama.tools.common import show_line
 from megatron_llama.tools.doctor import disks, machine, network
 from megatron_llama.tools.doctor.disks import RUN, Need
 from megatron_llama.tools.doctor.finding import BREAKS, NOTES, SEVERITIES, WARNS, Finding, NodeState, names
@@ -134,7 +134,7 @@ def _ranks(examination: Examination) -> str:
         first, count = sum(counts[: context.node]), counts[context.node]
     else:
         first, count = context.rank, context.local_ranks
-    return format_ranks(range(first, first + count))
+    return format_ranges(range(first, first + count))
 
 
 def _judge(

@@ -15,8 +15,8 @@ from megatron_llama.devices import find_device
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan, batch_line, layout_lines
 from megatron_llama.system.files import write_atomically
-from megatron_llama.system.tables import text_table
-from megatron_llama.tools.common import MOCK_RUN, format_ranks, run_tool
+from megatron_llama.system.tables import format_ranges, text_table
+from megatron_llama.tools.common import MOCK_RUN, run_tool
 from megatron_llama.tools.figures import as_png, as_svg
 from megatron_llama.tools.pipeline.lanes import (
     Panel,
@@ -176,7 +176,7 @@ def _report(
     rows = [head]
     for rank in range(pp):
         chunks = range(rank, pp * vpp, pp)
-        row = [str(rank), " ".join(format_ranks(plan.stage_layers[stage]) or "none" for stage in chunks)]
+        row = [str(rank), " ".join(format_ranges(plan.stage_layers[stage]) or "none" for stage in chunks)]
         row += [" ".join(f"{of[stage]:.3g}" for stage in chunks) for of in (pass_times.forward, pass_times.backward)]
         for timeline, unit in timelines:
             busy = timeline.busy(rank)

@@ -13,8 +13,8 @@ from megatron_llama.config import ConfigError, Problem
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan, layout_lines
 from megatron_llama.system.exit_status import EXIT_FAILED
-from megatron_llama.system.tables import text_table
-from megatron_llama.tools.common import MOCK_RUN, format_ranks, run_tool
+from megatron_llama.system.tables import format_ranges, text_table
+from megatron_llama.tools.common import MOCK_RUN, run_tool
 from megatron_llama.tools.forecast import traffic as forecast
 from megatron_llama.tools.forecast.traffic import (
     Operation,
@@ -90,7 +90,7 @@ def predicted_lines(plan: Plan, hardware: str) -> Iterator[str]:
             for line, amount in traffic.items()
         ]
         head, *rows = _table(["calls", "payload", "wire"], list(traffic), amounts)
-        yield from ("", f"rank {format_ranks(ranks)}", head)
+        yield from ("", f"rank {format_ranges(ranks)}", head)
         for line, row in zip(traffic, rows, strict=True):
             yield row
             yield from (f"{'':8}{o.label}: {o.calls:,} x {o.payload:,}" for o in sent if o.key == line)
@@ -109,7 +109,7 @@ def compared_lines(by_rank: Sequence[Sequence[Traffic]]) -> Iterator[str]:
     for number, rank_traffic in enumerate(by_rank):
         if rank_traffic not in by_rank[:number]:
             yield ""
-            yield f"rank {format_ranks([rank for rank, other in enumerate(by_rank) if other == rank_traffic])}"
+            yield f"rank {format_ranges([rank for rank, other in enumerate(by_rank) if other == rank_traffic])}"
             lines = list(dict.fromkeys(line for traffic in rank_traffic for line in traffic))
             amounts = []
             for line in lines:

@@ -11,7 +11,7 @@ from megatron_llama.config import load_config
 from megatron_llama.optim import build_optimizer
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.memory import stage_footprints
-from megatron_llama.tools.common import format_ranks
+from megatron_llama.system.tables import format_ranges
 from megatron_llama.tools.forecast.traffic import TrafficKey, between_nodes, totals
 from megatron_llama.tools.rehearse.cli import read_rehearsal
 from megatron_llama.tools.rehearse.rehearsal import rehearse
@@ -91,7 +91,7 @@ def test_ranks_are_grouped_by_operations() -> None:
     for ranks, operations in groups_of_ranks(tied):
         assert all(operations_of_rank(tied, rank) == operations for rank in ranks)
     assert operations_of_rank(make_plan(1), 0) == []
-    assert format_ranks([8, 0, 1, 2, 9, 4]) == "0-2, 4, 8-9"
+    assert format_ranges([8, 0, 1, 2, 9, 4]) == "0-2, 4, 8-9"
 
 
 WITHIN, WITHIN_EXACT = 0.10, 0.13
