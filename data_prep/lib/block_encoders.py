@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from data_prep.lib import records
-from data_prep.lib.blocks import BlockSegment, Slots, TextBlock, segment_lines
+from data_prep.lib.blocks import BlockSegment, TextBlock, segment_lines
 from data_prep.lib.job import BadRecord, BlockResult, ChatFormat, PrepareJob
 from data_prep.lib.parquet_csv import bad_columns
 from data_prep.lib.tokenizer_backends import Encoder, check_same
@@ -36,8 +36,8 @@ Document = TypeVar("Document")
 class BlockEncoder(ABC, Generic[Document]):
     """Encoder of blocks in a worker."""
 
-    def __init__(self, job: PrepareJob, encoder: Encoder, slots: Slots) -> None:
-        self.job, self.encoder, self.slots = job, encoder, slots
+    def __init__(self, job: PrepareJob, encoder: Encoder) -> None:
+        self.job, self.encoder = job, encoder
         self.dtype = token_dtype(encoder.tokenizer.size)
 
     def run(self, block: TextBlock) -> BlockResult:
@@ -53,7 +53,7 @@ class BlockEncoder(ABC, Generic[Document]):
         for position, segment in enumerate(block.segments):
             source = self.job.sources[segment.source]
             begins_with_header = segment.start == 0 and self.job.is_table(segment.source)
-            lines = segment_lines(segment, source, self.slots, max_line)
+            lines = segment_lines(segment, source, max_line)
             result.lines.append(len(lines))
             for number, line in enumerate(lines):
                 if number == 0 and begins_with_header:
@@ -137,8 +137,8 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[int]]]):
     Masks of an answer with a label have its mark added (records.parse_unpaired).
     """
 
-    def __init__(self, job: PrepareJob, encoder: Encoder, slots: Slots, chat: ChatFormat) -> None:
-        super().__init__(job, encoder, slots)
+    def __init__(self, job: PrepareJob, encoder: Encoder, chat: ChatFormat) -> None:
+        super().__init__(job, encoder)
         self.chat = chat
 
     def parse(self, line: bytes, segment: BlockSegment, result: BlockResult) -> tuple[list[int], list[int]]:

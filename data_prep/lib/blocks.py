@@ -2,16 +2,14 @@
 
 A plain file is cut by byte range: the worker of [start, end) reads the lines that start in it. Parquet and Arrow are
 cut by row groups or record batches. Any other file (compressed, a JSON array, CSV) is a stream that this process
-unpacks into memory slots shared with the workers and cuts after line feeds. The output does not depend on the cuts.
+unpacks, cuts after line feeds and sends to the workers. The output does not depend on the cuts.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
-import queue
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from data_prep.lib.parquet_csv import part_lines, part_sizes
 from data_prep.lib.records import BOM
@@ -40,12 +38,8 @@ class BlockSegment:
     source: int
     start: int
     end: int
-    slot: int | None = None
-    """Slot with the unpacked bytes; None: the worker reads the file."""
-    length: int = 0
-    """Bytes in the slot."""
-    inline: bytes | None = None
-    """The bytes, if they do not fit into a slot."""
+    data: bytes | None = None
+    """Unpacked bytes of a stream; None: the worker reads the file."""
     disk_end: int = 0
     """Bytes on disk up to the segment's end, for the progress bar."""
     size: int = 0
@@ -60,42 +54,14 @@ class TextBlock:
     segments: list[BlockSegment]
 
 
-@dataclass
-class Slots:
-    """Shared-memory slots for unpacked blocks."""
-
-    count: int
-    size: int
-    free: queue.SimpleQueue[int | None] = field(default_factory=queue.SimpleQueue)
-
-    def __post_init__(self) -> None:
-        self.memory = mmap.mmap(-1, self.count * self.size)
-        for slot in range(self.count):
-            self.free.put(slot)
-
-    def put(self, slot: int, data: bytes) -> None:
-        """Write ``data`` to a slot."""
-        self.memory[slot * self.size : slot * self.size + len(data)] = data
-
-    def release(self, block: TextBlock | None) -> None:
-        """Free the slots of a block; None: end a wait for a free slot."""
-        for slot in [None] if block is None else [one.slot for one in block.segments if one.slot is not None]:
-            self.free.put(slot)
-
-    def get(self, slot: int, length: int) -> bytes:
-        """Return ``length`` bytes of a slot."""
-        return self.memory[slot * self.size : slot * self.size + length]
-
-
 def cut_blocks(
     sources: Sequence[Source],
     begin: BlockPosition,
-    slots: Slots,
     max_line: int,
     block_bytes: int,
     until: BlockPosition | None = None,
 ) -> Iterator[TextBlock]:
-    """Yield the blocks from ``begin`` to ``until`` (default: the end) in order. Blocks until a slot is free.
+    """Yield the blocks from ``begin`` to ``until`` (default: the end) in order.
 
     Args:
         until: In a stream or a text file, only its start.
@@ -113,22 +79,17 @@ def cut_blocks(
         offset = begin.offset if index == begin.source else 0
         end = until.offset if index == until.source else None
         if source.is_stream:
-            segments = _cut_stream(source, index, offset, slots, max_line)
+            segments = _cut_stream(source, index, offset, max_line, block_bytes)
         elif source.in_parts:
             segments = _cut_parts(source, index, offset, end, block_bytes)
         else:
             segments = _cut_plain(source, index, offset, end, block_bytes)
         for segment in segments:
-            # An unpacked block occupies a slot, so yield it at once; segments on disk are grouped.
-            on_disk = segment.slot is None and segment.inline is None
-            if waiting and (not on_disk or waiting_bytes + segment.size > block_bytes):
+            if waiting and waiting_bytes + segment.size > block_bytes:
                 yield TextBlock(number, waiting)
                 number, waiting, waiting_bytes = number + 1, [], 0
             waiting.append(segment)
             waiting_bytes += segment.size
-            if not on_disk:
-                yield TextBlock(number, waiting)
-                number, waiting, waiting_bytes = number + 1, [], 0
     if waiting:
         yield TextBlock(number, waiting)
 
@@ -162,8 +123,8 @@ def _cut_parts(source: Source, index: int, offset: int, end: int | None, block_b
         start = stop
 
 
-def _cut_stream(source: Source, index: int, offset: int, slots: Slots, max_line: int) -> Iterator[BlockSegment]:
-    """Unpack a source from ``offset`` and cut it after the last line feed that fits into a slot.
+def _cut_stream(source: Source, index: int, offset: int, max_line: int, block_bytes: int) -> Iterator[BlockSegment]:
+    """Unpack a source from ``offset`` and cut it after the last line feed in each ``block_bytes``.
 
     Lines longer than ``max_line`` are truncated to ``max_line + 1`` bytes, so that the worker rejects them.
     """
@@ -185,17 +146,17 @@ def _cut_stream(source: Source, index: int, offset: int, slots: Slots, max_line:
                 continue
             line_end = chunk.index(b"\n") + 1
             end = position - len(chunk) + line_end
-            yield _unpacked(index, start, end, b"".join(held) + b"\n", slots, disk)
+            yield _unpacked(index, start, end, b"".join(held) + b"\n", disk)
             held, size, start, chunk, dropping = [], 0, end, chunk[line_end:], False
             feed -= line_end
         held.append(chunk)
         size += len(chunk)
         tail = tail + len(chunk) if feed < 0 else len(chunk) - feed - 1
-        if feed >= 0 and size >= slots.size:
+        if feed >= 0 and size >= block_bytes:
             data = b"".join(held)
-            for cut in _cuts(data, slots.size):
+            for cut in _cuts(data, block_bytes):
                 end = position - len(data) + cut
-                yield _unpacked(index, start, end, data[cut - (end - start) : cut], slots, disk)
+                yield _unpacked(index, start, end, data[cut - (end - start) : cut], disk)
                 start = end
             held, size = [data[len(data) - (position - start) :]], position - start
         if tail > max_line:
@@ -205,7 +166,7 @@ def _cut_stream(source: Source, index: int, offset: int, slots: Slots, max_line:
     data = b"".join(held)
     if data or start == 0:
         # yield empty sources too, so that the position advances past them
-        yield _unpacked(index, start, max(position, 1), data, slots, disk)
+        yield _unpacked(index, start, max(position, 1), data, disk)
 
 
 def _cuts(data: bytes, limit: int) -> Iterator[int]:
@@ -219,17 +180,11 @@ def _cuts(data: bytes, limit: int) -> Iterator[int]:
         start = cut
 
 
-def _unpacked(index: int, start: int, end: int, data: bytes, slots: Slots, disk: int) -> BlockSegment:
-    if len(data) > slots.size:
-        return BlockSegment(index, start, end, inline=data, disk_end=disk)
-    slot = slots.free.get()
-    if slot is None:
-        raise InterruptedError  # the run has ended
-    slots.put(slot, data)
-    return BlockSegment(index, start, end, slot=slot, length=len(data), disk_end=disk)
+def _unpacked(index: int, start: int, end: int, data: bytes, disk: int) -> BlockSegment:
+    return BlockSegment(index, start, end, data, disk_end=disk, size=len(data))
 
 
-def segment_lines(segment: BlockSegment, source: Source, slots: Slots, max_line: int) -> list[bytes]:
+def segment_lines(segment: BlockSegment, source: Source, max_line: int) -> list[bytes]:
     """Return the lines that start in the segment (a text file is one line), without line feeds.
 
     Lines longer than ``max_line`` bytes are truncated to ``max_line + 1``. A byte-order mark is removed.
@@ -237,14 +192,9 @@ def segment_lines(segment: BlockSegment, source: Source, slots: Slots, max_line:
     Raises:
         UserError: The file is no longer readable.
     """
-    if segment.inline is not None:
-        data = segment.inline
-    elif segment.slot is not None:
-        data = slots.get(segment.slot, segment.length)
-    elif source.in_parts:
+    if source.in_parts:
         return [line[: max_line + 1] for line in part_lines(source.file, source.kind, segment.start, segment.end)]
-    else:
-        data = _read_range(source, segment, max_line)
+    data = segment.data if segment.data is not None else _read_range(source, segment, max_line)
     if segment.start == 0:
         data = data.removeprefix(BOM)
     if source.is_text:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.lib.block_encoders import BlockEncoder, ExampleEncoder, TextEncoder
-from data_prep.lib.blocks import START, BlockPosition, Slots, TextBlock, cut_blocks
+from data_prep.lib.blocks import START, BlockPosition, TextBlock, cut_blocks
 from data_prep.lib.input_files import QUARANTINE_SUFFIX
 from data_prep.lib.job import BlockResult, PrepareJob, PrepareProgress, RunOptions
 from data_prep.lib.parquet_csv import part_sizes
@@ -82,18 +82,15 @@ class EncodingRun:
         """Encode from the ledger's position to the end of the range."""
         options, job = self.options, self.job
         block_bytes = int(options.block_mib * 2**20)
-        streams = any(source.is_stream for source in job.sources)
-        # Per worker one block in work and one queued, and two that are being filled.
-        slots = Slots(2 * options.workers + 2 if streams else 1, block_bytes)
-        worker: BlockEncoder[Any] = TextEncoder(job, self.encoder, slots)
+        worker: BlockEncoder[Any] = TextEncoder(job, self.encoder)
         if job.chat is not None:
-            worker = ExampleEncoder(job, self.encoder, slots, job.chat)
+            worker = ExampleEncoder(job, self.encoder, job.chat)
         position, first = self.ledger.position, self._disk(self.cut.begin)
         with (
             handle_signals((signal.SIGINT, *JOB_SIGNALS), self._note_signal),
-            Pool(options.workers, worker.run, slots.release) as pool,
+            Pool(options.workers, worker.run) as pool,
         ):
-            blocks = cut_blocks(job.sources, position, slots, job.max_line, block_bytes, self.cut.end)
+            blocks = cut_blocks(job.sources, position, job.max_line, block_bytes, self.cut.end)
             with PrepareProgress(self._disk(self.cut.end) - first, self._disk(position) - first) as progress:
                 for block, result in pool.run(blocks, self._check_stop):
                     self._take(block, result)
@@ -319,17 +316,6 @@ def _renumbered(entries: bytes, path: str, lines_before: int) -> bytes:
             entry["line"] += lines_before
         renumbered.append(json.dumps(entry).encode() + b"\n")
     return b"".join(renumbered)
-
-
-def format_numbers(numbers: Sequence[int]) -> str:
-    """Format sorted numbers as ranges, such as 1, 3-5, 8."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs)
 
 
 def remove_parts(folder: Path, names: Sequence[str]) -> None:

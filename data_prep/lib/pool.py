@@ -32,11 +32,7 @@ Result = TypeVar("Result")
 class Pool(Generic[Item, Result]):
     """Pool of forked workers, which call ``work`` for each item. Enter it before any thread starts."""
 
-    def __init__(
-        self, workers: int, work: Callable[[Item], Result], release: Callable[[Item | None], None] = lambda _: None
-    ) -> None:
-        """``release`` is called for each item that is done, and with None when the pool takes no more items."""
-        self.release = release
+    def __init__(self, workers: int, work: Callable[[Item], Result]) -> None:
         self.window = WINDOW_PER_WORKER * workers
         context = multiprocessing.get_context("fork")
         self.executor = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(work, os.getpid()))
@@ -63,14 +59,15 @@ class Pool(Generic[Item, Result]):
     def _kill_if_one_exited(self, force: bool = False) -> None:
         """Kill all workers if one has exited, and unblock the executor.
 
-        If a worker is killed while it sends a result, the executor's thread waits forever for the rest, since other
-        processes keep the pipe open. The other workers may wait for the dead worker's lock.
+        If a worker is killed while it receives a block or sends a result, the executor's threads wait forever for the
+        rest, since other processes keep the pipe open. The other workers may wait for the dead worker's lock.
         """
         self.ended = self.ended or [process.exitcode for process in self.processes if process.exitcode is not None]
         if not self.ended and not force:
             return
         for process in self.processes:
             process.kill()
+        self.executor._call_queue._reader.close()  # type: ignore[attr-defined]
         self.executor._result_queue._writer.close()  # type: ignore[attr-defined]
 
     def run(self, items: Iterator[Item], check_stop: Callable[[], None]) -> Iterator[tuple[Item, Result]]:
@@ -91,9 +88,7 @@ class Pool(Generic[Item, Result]):
                     capacity.acquire()
                     if stopped.is_set():
                         return
-                    future = self.executor.submit(_run, item)
-                    future.add_done_callback(lambda _, item=item: self.release(item))  # type: ignore[misc]
-                    submitted.put((item, future))
+                    submitted.put((item, self.executor.submit(_run, item)))
             except BaseException as error:  # noqa: BLE001  raised in the main thread
                 end = error
             submitted.put(end)
@@ -125,7 +120,6 @@ class Pool(Generic[Item, Result]):
         finally:
             stopped.set()
             capacity.release()
-            self.release(None)
             feeder.join()
 
     def _wait_for(self, get: Callable[[], T], check_stop: Callable[[], None]) -> T:

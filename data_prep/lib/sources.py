@@ -92,7 +92,8 @@ def inspect(path: str, text_suffixes: tuple[str, ...]) -> Source:
     """
     try:
         status = os.stat(path)
-        copy, digest = store_pipe(path) if is_pipe(status) else (None, 0)
+        reads_once = any(test(status.st_mode) for test in (stat.S_ISFIFO, stat.S_ISSOCK, stat.S_ISCHR))
+        copy, digest = store_pipe(path) if reads_once else (None, 0)
         if copy is None and not stat.S_ISREG(status.st_mode):
             raise UserError(f"{path} is not a file, a folder or a pipe")
         with open(copy or path, "rb") as file:
@@ -313,11 +314,6 @@ def _decompressor(path: str, kind: str) -> tuple[Callable[[], Any], tuple[type[E
 STDIN = "-"
 _open_pipes: list[IO[bytes]] = []
 """Kept open until this process and its workers end."""
-
-
-def is_pipe(status: os.stat_result) -> bool:
-    """Whether the file can be read only once."""
-    return stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode) or stat.S_ISCHR(status.st_mode)
 
 
 def store_pipe(path: str) -> tuple[str, int]:

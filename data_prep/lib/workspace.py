@@ -53,10 +53,6 @@ class Workspace:
         self._files: dict[str, IO[bytes]] = {}
         self._hashes: dict[str, Any] = {}
 
-    def read_journal(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-        """Call ``read_journal`` for this folder."""
-        return read_journal(self.folder)
-
     def begin(self, identity: dict[str, Any]) -> None:
         """Start a new run; delete existing files."""
         for path in self.folder.iterdir():

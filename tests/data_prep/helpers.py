@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from data_prep.lib.blocks import BlockPosition, Slots, cut_blocks, segment_lines
+from data_prep.lib.blocks import BlockPosition, cut_blocks, segment_lines
 from data_prep.lib.dataset import read_manifest
 from data_prep.lib.input_files import find_sources
 from data_prep.lib.sources import Source, read_lines
@@ -243,10 +243,10 @@ def cut_lines(
     sources: Sequence[Source], begin: BlockPosition, size: int, until: BlockPosition | None = None
 ) -> Iterator[tuple[list[bytes], BlockPosition]]:
     """Yield the lines and the end of each segment, for blocks of ``size`` bytes."""
-    slots, most = Slots(1000, size), 1 << 20
-    for block in cut_blocks(sources, begin, slots, most, size, until):
+    most = 1 << 20
+    for block in cut_blocks(sources, begin, most, size, until):
         for one in block.segments:
-            yield segment_lines(one, sources[one.source], slots, most), BlockPosition(one.source, one.end)
+            yield segment_lines(one, sources[one.source], most), BlockPosition(one.source, one.end)
 
 
 def check_block_ends(path: Path, sizes: Iterable[int]) -> list[bytes]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from data_prep import preprocess, sft
-from data_prep.lib.encoding_run import format_numbers, split_input
+from data_prep.lib.encoding_run import split_input
 from data_prep.lib.input_files import find_sources
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import wait_for_lock
@@ -191,4 +191,3 @@ def test_bad_line_of_a_part_is_located(tmp_path: Path, tokenizer: Path) -> None:
     with pytest.raises(UserError, match=r"a\.jsonl, line \d+ after byte \d+: not_an_object"):
         preprocess.main([*map(str, args), "--workers", "1", "--part", "2/2"])
     assert listing(tmp_path / "o/.x_text_document.parts") == []
-    assert format_numbers([1, 3, 4, 5, 8]) == "1, 3-5, 8" and format_numbers([2, 3]) == "2-3"

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save as save_safetensors
 
 from data_prep.lib.block_encoders import BlockEncoder, ExampleEncoder, TextEncoder
-from data_prep.lib.blocks import START, Slots, cut_blocks
+from data_prep.lib.blocks import START, cut_blocks
 from data_prep.lib.input_files import find_sources
 from data_prep.lib.job import ChatFormat, PrepareJob
 from data_prep.lib.sources import with_array
@@ -160,19 +160,15 @@ def read_jsonl(case: Path) -> None:
     (case / "tokenizer.model").write_bytes(good.TOKENIZER)
     encoder = load_encoder("sentencepiece", str(case / "tokenizer.model"), "sentencepiece")
     sources = [with_array(source) for source in find_sources([str(case / "a.*")], arrays=True).sources]
-    slots = Slots(64, 1 << 16)
     text = PrepareJob(sources, ["text"], 1 << 16)
     tokenizer = open_tokenizer(case / "tokenizer.model")
-    workers: list[BlockEncoder[Any]] = [TextEncoder(text, encoder, slots)]
+    workers: list[BlockEncoder[Any]] = [TextEncoder(text, encoder)]
     for render in (NAMED_TEMPLATES["plain"].render_spans, TOOL_TEMPLATE.render_spans):
         chat = ChatFormat(tokenizer, render, "auto", None, {}, 64, True, False, False, False, {})
-        workers.append(ExampleEncoder(PrepareJob(sources, ["input", "mask"], 1 << 16, chat=chat), encoder, slots, chat))
+        workers.append(ExampleEncoder(PrepareJob(sources, ["input", "mask"], 1 << 16, chat=chat), encoder, chat))
     for worker in workers:
-        for block in cut_blocks(sources, START, slots, 1 << 16, 1 << 16):
+        for block in cut_blocks(sources, START, 1 << 16, 1 << 16):
             result = worker.run(block)
-            for segment in block.segments:
-                if segment.slot is not None:
-                    slots.free.put(segment.slot)
             assert result.documents_read == len(result.bad) + len(result.lengths[0]) // 4, "a record vanished"
 
 
