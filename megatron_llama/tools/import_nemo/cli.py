@@ -5,8 +5,6 @@ training script, so it can replace that script in a shell script. See docs/guide
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -18,7 +16,7 @@ import yaml
 from megatron_llama.config.conf_folders import EXPERIMENT
 from megatron_llama.config.hf_config import FROM_HF
 from megatron_llama.config.load_config import load_config
-from megatron_llama.config.problems import ConfigError, Problem, format_problems, format_value
+from megatron_llama.config.problems import ConfigError, Problem, format_problems, format_value, write_override
 from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.config.settings_table import get, sections
 from megatron_llama.plan.resolve import resolve
@@ -105,8 +103,6 @@ def convert_source(source: Path, overrides: Sequence[str], flags: Sequence[str])
 # Output: config file, train.py command line, list of the keys.
 IMPORTED = "_imported"  # suffix of the default output, because the source's own name is taken
 MARK = "# Made by scripts/import_config.py"
-# Text that needs no quotes in Hydra's grammar.
-PLAIN = re.compile(r"[A-Za-z_/.~][A-Za-z0-9_/.\-~]*")
 # Labels without effect on training.
 LABELS = ("model.name", "data.name")
 KEY_WIDTH = 38
@@ -152,7 +148,7 @@ def command_line(converted: Conversion) -> list[str]:
     base += [f"optim={converted.schedule}"] if converted.schedule != "cosine" else []
     config = load_config(base, CONF_DIR)
     needed = [
-        f"{name}={_written(value)}"
+        write_override(name, value)
         for name, value in converted.settings.items()
         if name not in LABELS and _differs(config, name, value)
     ]
@@ -162,7 +158,7 @@ def command_line(converted: Conversion) -> list[str]:
 def format_next(converted: Conversion, out: Path, needs_data: bool) -> str:
     """Return the lines with the written file and the commands that train with it, completed if it names no dataset."""
     name = out.stem if out.resolve().parent == CONF_DIR / EXPERIMENT else str(out)
-    short = [*name_commands("python train.py").split(), f"{EXPERIMENT}={_written(name)}"]
+    short = [*name_commands("python train.py").split(), write_override(EXPERIMENT, name)]
     equivalent = command_line(converted)
     lines = ["", f"written: {out}"]
     if needs_data:
@@ -181,17 +177,6 @@ def _differs(config: Config, name: str, value: Any) -> bool:
         section = sections()[name].kind
         return bool(there != (None if value is None else section(**value)))
     return bool(there != value) or isinstance(there, bool) != isinstance(value, bool)
-
-
-def _written(value: Any) -> str:
-    """Format a value in Hydra's grammar."""
-    if isinstance(value, str):
-        return value if PLAIN.fullmatch(value) and value.lower() not in ("null", "true", "false") else json.dumps(value)
-    if isinstance(value, list):
-        return "[" + ",".join(_written(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_written(item)}" for key, item in value.items()) + "}"
-    return repr(value) if isinstance(value, float) else format_value(value)
 
 
 def check(path: Path, world_size: int | None) -> list[Problem]:
