@@ -73,7 +73,10 @@ def _run(argv: Sequence[str], arguments: argparse.Namespace, overrides: Sequence
         context = process_context(os.environ)
         config = cli.parse_overrides([*overrides, *MOCK_RUN, _HANG_SECONDS], context)
         if context is None and (config.launch.hosts or config.launch.hostfile is not None):
-            return _on_hosts(config, argv)
+            world = find_world(config, None)
+            plan = world.plan()
+            choose_run_dir(plan)
+            return run_on_hosts(plan, world.hosts, list(argv))
         return _examine(config, context, quick=arguments.quick, as_json=arguments.json)
     except ConfigError:
         if not arguments.quick:
@@ -84,14 +87,6 @@ def _run(argv: Sequence[str], arguments: argparse.Namespace, overrides: Sequence
     except LaunchFailed as error:
         sys.stderr.write(f"doctor failed: {error}.\n")
         return EXIT_FAILED
-
-
-def _on_hosts(config: Config, argv: Sequence[str]) -> int:
-    """Start this program on each host."""
-    world = find_world(config, None)
-    plan = world.plan()
-    choose_run_dir(plan)
-    return run_on_hosts(plan, world.hosts, list(argv))
 
 
 def _examine(config: Config, context: ProcessContext | None, *, quick: bool, as_json: bool) -> int:

@@ -163,8 +163,8 @@ class _Connection:
 class Connections:
     """Connections of the first process with all others; with one process there is no connection."""
 
-    def __init__(self, number: int = 0, count: int = 1) -> None:
-        self.number, self.count = number, count
+    def __init__(self, count: int = 1) -> None:
+        self.count = count
         self.local_address = ""
         """Address that the other processes use for this one."""
         self._connections: dict[int, _Connection] = {}
@@ -241,7 +241,7 @@ class Connections:
         """
         if context is None or context.world_size == 1:
             return cls()
-        connections = cls(context.rank, context.world_size)
+        connections = cls(context.world_size)
         check_first_address(context)
         if context.has_store:
             context = _choose_other_port(context)

@@ -60,9 +60,7 @@ def measure_ranks(folder: str, plan: Plan) -> None:
             "hosts": [host for host, _ in rank_results],
             "products": [rate for _, rate in rank_results],
         }
-        results["collectives"] = [
-            asdict(rate) for rate in rates_of_groups(SIZES, device.synchronize, torch_device, SECONDS, on_start)
-        ]
+        results["collectives"] = [asdict(rate) for rate in rates_of_groups(device.synchronize, torch_device, on_start)]
         on_start("links between nodes")
         results["links"] = _links(first_ranks(results["hosts"]), device, torch_device)
         if rank == 0:
@@ -217,7 +215,7 @@ KINDS = {
     "dp": ("all_reduce", "all_gather", "reduce_scatter"),
     "pp": ("send_recv",),
 }
-WARM_UP, MIN_CALLS, MAX_CALLS, SECONDS_PER_SIZE = 2, 3, 1000, 0.5
+WARM_UP, MIN_CALLS, MAX_CALLS = 2, 3, 1000
 
 
 def slowest_groups(rates: Iterable[Rate]) -> list[Rate]:
@@ -231,11 +229,7 @@ def slowest_groups(rates: Iterable[Rate]) -> list[Rate]:
 
 
 def rates_of_groups(
-    sizes: Sequence[int],
-    synchronize: Callable[[], object],
-    device: torch.device,
-    seconds: float = SECONDS_PER_SIZE,
-    on_start: Callable[[str], None] = lambda activity: None,
+    synchronize: Callable[[], object], device: torch.device, on_start: Callable[[str], None]
 ) -> list[Rate]:
     """Return the rates of every group of each axis with more than one rank, on all ranks.
 
@@ -251,11 +245,11 @@ def rates_of_groups(
         if len(members) < 2:
             continue
         for kind in kinds:
-            for size in sizes:
+            for size in SIZES:
                 on_start(f"{axis} {kind} of {size >> 10:,} KiB")
                 dist.barrier()
                 call = collective(kind, size, group, device)
-                times = times_of_calls(call, group, synchronize, device, seconds)
+                times = times_of_calls(call, group, synchronize, device)
                 local_rates.append(Rate(axis, kind, len(members), size, times[len(times) // 2], members))
     world: list[list[Rate]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(world, local_rates)
@@ -288,9 +282,8 @@ def times_of_calls(
     group: dist.ProcessGroup,
     synchronize: Callable[[], object],
     device: torch.device,
-    seconds: float = SECONDS_PER_SIZE,
 ) -> list[float]:
-    """Call for about ``seconds`` and return the seconds of each call on the slowest rank, sorted.
+    """Call for about SECONDS and return the seconds of each call on the slowest rank, sorted.
 
     Collective over the group.
     """
@@ -300,7 +293,7 @@ def times_of_calls(
         call()
         synchronize()
         took = time.perf_counter() - start
-    count = min(max(MIN_CALLS, seconds / max(took, 1e-6)), MAX_CALLS)
+    count = min(max(MIN_CALLS, SECONDS / max(took, 1e-6)), MAX_CALLS)
     calls = torch.tensor([count], dtype=torch.float32, device=device)  # explicit: an int would make it int64
     dist.all_reduce(calls, op=dist.ReduceOp.MIN, group=group)
     times = []
