@@ -13,7 +13,6 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -114,13 +113,10 @@ def _time_steps(count: int, plan: Plan) -> list[float]:
     from megatron_llama.parallel import open_device
     from megatron_llama.tools.steps import open_rank
 
+    times = []
     with open_rank(plan, int(os.environ["RANK"]), *open_device(plan)) as steps:
-        return list(_times(steps.run, count))
-
-
-def _times(step: Callable[[int], object], count: int) -> Iterator[float]:
-    for number in range(1, count + 2):
-        start = time.perf_counter()
-        step(number)
-        if number > 1:
-            yield time.perf_counter() - start
+        for number in range(1, count + 2):
+            start = time.perf_counter()
+            steps.run(number)
+            times.append(time.perf_counter() - start)
+    return times[1:]

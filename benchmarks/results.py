@@ -9,12 +9,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megatron_llama.devices.processor import processor
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import commit as commit
+from megatron_llama.tools.common import package_version
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -44,12 +44,9 @@ def describe_machine(device: str) -> str:
 
 def conditions(packages: Sequence[str] = ("torch", "megatron-core")) -> str:
     """Return date, commit, machine, load and versions of installed packages, for a page of results."""
-    name, versions = processor().get("model name", platform.machine()), []
-    for package in packages:
-        try:
-            versions.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            versions.append(f"no {package}")
+    name = processor().get("model name", platform.machine())
+    numbers = {package: package_version(package) for package in packages}
+    versions = [f"{package} {number}" if number else f"no {package}" for package, number in numbers.items()]
     return (
         f"{date.today()}, commit {commit()}, {os.cpu_count()} cores of {name}, shared with other work (load "
         f"{os.getloadavg()[0]:.0f}); Python {platform.python_version()}, {', '.join(versions)}."

@@ -35,14 +35,8 @@ class TorchtitanTrainer:
     def __init__(self, task: TrainingTask) -> None:
         self.task = task
         if not dist.is_initialized():
-            address = {
-                "RANK": "0",
-                "WORLD_SIZE": "1",
-                "LOCAL_RANK": "0",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": "0",
-            }
-            os.environ.update(address)
+            os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK", "MASTER_PORT"), "0"))
+            os.environ.update(WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
             dist.init_process_group()
         torch.manual_seed(task.seed)
         model = torchtitan_config(task).build()

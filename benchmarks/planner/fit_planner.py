@@ -19,7 +19,8 @@ import datetime
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -191,51 +192,41 @@ def fold_of(run: Published) -> int:
     return int.from_bytes(hashlib.sha256(run.row["id"].encode()).digest()[:4], "big") % FOLDS
 
 
-def held_out_errors(runs: Sequence[Published], constants: Mapping[str, float]) -> dict[str, list[float]]:
-    """Return relative errors by confidence, with constants fitted without the row's fold.
+def held_out_errors(
+    runs: Sequence[Published], constants: Mapping[str, float], group_of: Callable[[Published], Any]
+) -> dict[Any, list[tuple[str, float]]]:
+    """Return (confidence, relative error) of the rows by group, with constants fitted without that group.
 
     Args:
         constants: constants fitted to all rows, from which each fit starts.
     """
-    errors: dict[str, list[float]] = {confidence: [] for confidence in WEIGHTS}
-    for fold in range(FOLDS):
-        judged = [run for run in runs if fold_of(run) == fold]
-        without = fit([run for run in runs if fold_of(run) != fold], constants, ITERATIONS)
-        for run, error in zip(judged, np.expm1(log_errors(judged, without)), strict=True):
-            errors[run.row["confidence"]].append(float(error))
-        print(f"fold {fold + 1} of {FOLDS} done", flush=True)
-    return errors
-
-
-def source_errors(runs: Sequence[Published], constants: Mapping[str, float]) -> dict[str, list[tuple[str, float]]]:
-    """Return (confidence, relative error) of the rows by source, with constants fitted without that source.
-
-    Args:
-        constants: constants fitted to all rows, from which each fit starts.
-    """
-    sources = sorted({source_of(run.row) for run in runs})
+    groups = sorted({group_of(run) for run in runs})
     errors = {}
-    for number, source in enumerate(sources, 1):
-        judged = [run for run in runs if source_of(run.row) == source]
-        without = fit([run for run in runs if source_of(run.row) != source], constants, ITERATIONS)
+    for number, group in enumerate(groups, 1):
+        judged = [run for run in runs if group_of(run) == group]
+        without = fit([run for run in runs if group_of(run) != group], constants, ITERATIONS)
         relative = np.expm1(log_errors(judged, without)).tolist()
-        errors[source] = [(run.row["confidence"], error) for run, error in zip(judged, relative, strict=True)]
-        print(f"source {number} of {len(sources)} done: {source}", flush=True)
+        errors[group] = [(run.row["confidence"], error) for run, error in zip(judged, relative, strict=True)]
+        print(f"{number} of {len(groups)} done: {group}", flush=True)
     return errors
 
 
-def print_source_errors(errors: Mapping[str, Sequence[tuple[str, float]]]) -> dict[str, dict[str, float]]:
-    """Print the table by source, largest mean error first; return the summaries by confidence."""
+def by_confidence(errors: Iterable[tuple[str, float]]) -> dict[str, dict[str, float]]:
+    """Summarize (confidence, relative error) by confidence."""
+    sizes: dict[str, list[float]] = {name: [] for name in WEIGHTS}
+    for confidence, error in errors:
+        sizes[confidence].append(error)
+    return {name: rounded(summary(each)) for name, each in sizes.items() if each}
+
+
+def source_lines(errors: Mapping[str, Sequence[tuple[str, float]]]) -> list[str]:
+    """Return the table of held-out sources, largest mean error first."""
     by_source = {source: summary([error for _, error in rows]) for source, rows in errors.items()}
     rows: list[tuple[str, ...]] = [("held-out source", "rows", "mean", "90th percentile", "bias")]
     for source, numbers in sorted(by_source.items(), key=lambda item: -item[1]["mean"]):
         shares = (f"{100 * numbers[part]:.1f} %" for part in ("mean", "percentile_90", "bias"))
         rows.append((source, str(numbers["rows"]), *shares))
-    print("\n".join(text_table(rows, left=1)))
-    by_confidence: dict[str, list[float]] = {}
-    for confidence, error in (row for rows in errors.values() for row in rows):
-        by_confidence.setdefault(confidence, []).append(error)
-    return {name: rounded(summary(by_confidence[name])) for name in WEIGHTS if name in by_confidence}
+    return text_table(rows, left=1)
 
 
 def rounded(numbers: Mapping[str, float]) -> dict[str, float]:
@@ -259,13 +250,12 @@ def run(options: argparse.Namespace) -> int:
     """Fit, cross-validate and write the constants; return the exit status."""
     runs = usable(row for table in options.tables for row in read_table(table))
     constants = fit(runs)
-    held_out = {name: rounded(summary(errors)) for name, errors in held_out_errors(runs, constants).items() if errors}
-    fitted_errors = {
-        name: rounded(summary(np.expm1(log_errors(part, constants)).tolist()))
-        for name in WEIGHTS
-        if (part := [run for run in runs if run.row["confidence"] == name])
-    }
-    by_source = print_source_errors(source_errors(runs, constants))
+    held_out = by_confidence(chain(*held_out_errors(runs, constants, fold_of).values()))
+    relative = np.expm1(log_errors(runs, constants)).tolist()
+    fitted_errors = by_confidence(zip([run.row["confidence"] for run in runs], relative, strict=True))
+    of_sources = held_out_errors(runs, constants, lambda run: source_of(run.row))
+    print("\n".join(source_lines(of_sources)))
+    by_source = by_confidence(chain(*of_sources.values()))
     for name, value in constants.items():
         print(f"{name:30s} {SPECIFICATION[name][0]:10.4g} -> {value:10.4g}   {SPECIFICATION[name][3]}")
     for title, errors in (("held out", held_out), ("source held out", by_source), ("fitted", fitted_errors)):

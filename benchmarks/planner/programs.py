@@ -122,7 +122,10 @@ class PublishedJob(Job):
     @cached_property
     def matmuls(self) -> tuple[tuple[int, int], ...]:
         """(in, out) of each matmul of a block on one tensor-parallel rank: qkv, o, gate_up, down."""
-        return _matmuls(self, self.tp)
+        hidden, ffn, head = self.model.hidden_size, self.model.intermediate_size // self.tp, head_dim(self.model)
+        queries, keys = self.queries // self.tp, max(self.keys // head // self.tp, 1) * head
+        gate_up = (2 if self.gated else 1) * self.model.intermediate_size // self.tp
+        return (hidden, queries + 2 * keys), (queries, hidden), (hidden, gate_up), (ffn, hidden)
 
     @property
     def block_recomputed(self) -> float:
@@ -148,7 +151,7 @@ class PublishedJob(Job):
         if not self.program.stages_by_cost:
             return super().layers_by_stage
         layers = self.model.num_hidden_layers
-        head = self.vocab * self.model.hidden_size / _block_parameters(self, 1)
+        head = self.vocab * self.model.hidden_size / replace(self, tp=1).block_parameters
         share, left, split = (layers + head) / self.pp, layers, []
         for stage in range(self.pp):
             split.append(left if stage == self.pp - 1 else min(left, math.ceil(share)))
@@ -164,7 +167,7 @@ class PublishedJob(Job):
     @property
     def block_parameters(self) -> int:
         """Parameters of a block on one tensor-parallel rank: matrices and two norms."""
-        return _block_parameters(self, self.tp)
+        return sum(rows * columns for rows, columns in self.matmuls) + 2 * self.model.hidden_size
 
     @property
     def table(self) -> int:
@@ -175,17 +178,6 @@ class PublishedJob(Job):
         """Return how many embeddings and heads a stage holds."""
         first, last = stage == 0, stage == self.pp - 1
         return first + (last and not (self.model.tie_word_embeddings and first))
-
-
-def _matmuls(job: PublishedJob, tp: int) -> tuple[tuple[int, int], ...]:
-    hidden, ffn, head = job.model.hidden_size, job.model.intermediate_size, head_dim(job.model)
-    keys = max(job.keys // head // tp, 1) * head
-    gate_up = (hidden, (2 if job.gated else 1) * ffn // tp)
-    return (hidden, job.queries // tp + 2 * keys), (job.queries // tp, hidden), gate_up, (ffn // tp, hidden)
-
-
-def _block_parameters(job: PublishedJob, tp: int) -> int:
-    return sum(rows * columns for rows, columns in _matmuls(job, tp)) + 2 * job.model.hidden_size
 
 
 class PublishedStep(StepModel):

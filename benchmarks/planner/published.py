@@ -136,11 +136,7 @@ def as_json(compared: Sequence[ComparedRun], skipped: Mapping[str, int]) -> dict
     return {
         "rows": [
             {
-                "id": row.cell("id"),
-                "source": row.cell("source"),
-                "model": row.cell("model"),
-                "device": row.cell("device"),
-                "confidence": row.cell("confidence"),
+                **{name: row.cell(name) for name in ("id", "source", "model", "device", "confidence")},
                 "step_time_s": {"published": row.run.seconds, "predicted": row.seconds, "error": row.time_error},
                 "memory_bytes": {"published": row.run.memory, "predicted": row.memory, "error": row.memory_error},
                 "program": row.run.job.program.name,
@@ -193,10 +189,7 @@ def _cells(row: ComparedRun) -> tuple[str, ...]:
     seconds = f"{run.seconds:.4g} s" if run.seconds else ""
     memory = f"{run.memory / GIB:.1f}" if run.memory else ""
     return (
-        row.cell("id"),
-        row.cell("model"),
-        row.cell("device"),
-        row.cell("n_devices"),
+        *map(row.cell, ("id", "model", "device", "n_devices")),
         layout,
         seconds,
         f"{row.seconds:.4g} s",

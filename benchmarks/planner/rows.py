@@ -283,10 +283,9 @@ def _state(row: Row, program: Program, form: str) -> StateBytes:
         return StateBytes(2, 2, 0, 8)
     if "amp_" in words or "fsdp" in words:  # fully sharded: fp32 weights are the master weights, gathered in 16 bits
         return StateBytes(2, 4 if "torchtitan" in row.get("framework", "") else 2, 4, 8)
-    if form == "fp8" and ("mlperf" in f"{row.get('arch', '')} {row.get('framework', '')}".lower()):
-        return StateBytes(1, 2, 4, 8)  # weights are stored in fp8
-    if "params fp8" in words:  # gradients are reduced in 16 bits
-        return StateBytes(1, 2, 4, 8)
+    is_mlperf = "mlperf" in f"{row.get('arch', '')} {row.get('framework', '')}".lower()
+    if form == "fp8" and is_mlperf or "params fp8" in words:
+        return StateBytes(1, 2, 4, 8)  # weights are stored in fp8, gradients are reduced in 16 bits
     return StateBytes()
 
 
@@ -326,12 +325,10 @@ def _seconds_from_flops(
         counted = per_token["full"]
     else:
         return None
-    rank_parts = job.ranks / count
-    peak = device.peak(job.format) * rank_parts
     if tflops := parse_number(row, "tflops_per_dev"):
         rate = tflops * 1e12
     elif percent := parse_number(row, "mfu_pct"):
-        rate = percent / 100 * peak
+        rate = percent / 100 * device.peak(job.format) * job.ranks / count
     else:
         return None
     assumed.append("time derived from FLOP/s")
@@ -396,9 +393,11 @@ def read_table(path: Path) -> list[dict[str, str]]:
         names = [_CAPITALS.get(name.strip().lower(), name.strip().lower()) for name in next(lines, [])]
         cells = [list(map(str.strip, line)) for line in lines]
     rows = [dict.fromkeys(names, "") | dict(zip(names, row, strict=False)) for row in cells if any(row)]
+    if rows and TIME in rows[0]:
+        rows = [_published(number, row) for number, row in enumerate(rows, 1)]
     for row in rows:
         row["confidence"] = row.get("confidence", "").lower()
-    return published_rows(rows) if is_sweep(rows) else rows
+    return rows
 
 
 def parse_number(row: Row, column: str) -> float | None:
@@ -477,17 +476,8 @@ UNSAID = {
 }
 
 
-def is_sweep(rows: Sequence[Mapping[str, str]]) -> bool:
-    """Whether a table is a layout sweep."""
-    return bool(rows) and TIME in rows[0]
-
-
-def published_rows(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Convert the rows of a sweep to rows of published runs, numbered from 1."""
-    return [_published(number, row) for number, row in enumerate(rows, 1)]
-
-
 def _published(number: int, row: Mapping[str, str]) -> dict[str, str]:
+    """Convert row ``number`` (from 1) of a sweep to a row of published runs."""
     run = {"id": f"sweep {number}", **UNSAID, **{name: row.get(column, "") for name, column in COLUMNS.items()}}
     run["ffn"], run["step_time_s"] = f"4 x {run['hidden']}", f"{row.get(TIME, '')} ms"
     return run
