@@ -59,11 +59,6 @@ class RunComparison:
     noise: float
     """Two standard errors of a smoothed relative gap, from noise between steps."""
 
-    @property
-    def agrees(self) -> bool:
-        """Whether the curve stays within the band."""
-        return self.divergence is None
-
     def differs(self, is_long_enough: bool) -> bool:
         """Whether the curve certainly differs; short curves only by losses that are not finite."""
         return self.divergence is not None and (is_long_enough or self.divergence.is_non_finite)
@@ -91,7 +86,7 @@ class Comparison:
     @property
     def agree(self) -> bool:
         """Whether all curves agree on enough samples."""
-        return self.is_long_enough and self.covered and all(one.agrees for one in self.compared)
+        return self.is_long_enough and self.covered and all(one.divergence is None for one in self.compared)
 
     @property
     def differ(self) -> bool:

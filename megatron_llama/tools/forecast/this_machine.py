@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from typing import Any
 from megatron_llama.arch.shapes import parameters
 from megatron_llama.plan.job import Job, job_of_plan
 from megatron_llama.plan.plan import Plan
+from megatron_llama.system.files import user_cache
 from megatron_llama.tools.forecast.hardware import HardwareSpec
 from megatron_llama.tools.forecast.step_time import (
     FLASH_BACKWARD,
@@ -91,8 +91,7 @@ class Calibration:
 
 def calibration_path() -> Path:
     """Return the path of this host's calibration file."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(home) / "megatron_llama" / "machines" / f"{socket.gethostname()}.json"
+    return Path(user_cache("machines")) / f"{socket.gethostname()}.json"
 
 
 def load_calibration(path: Path | None = None) -> Calibration:

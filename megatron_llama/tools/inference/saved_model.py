@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -163,15 +163,15 @@ def _open_adapter(folder: Path, base: Path | None) -> SavedModel:
     return replace(whole, tokenizer=folder, token_ids=token_ids, generation=generation)
 
 
-@contextmanager
-def _about_adapter(folder: Path) -> Iterator[None]:
+def _about_adapter(folder: Path) -> AbstractContextManager[None]:
+    """Restate the problems of a PEFT adapter's config and weights."""
+
     def of_adapter(problem: Problem) -> Problem:
         name = problem.field.partition(".")[2]
         about = "" if name == "adapter" else f"{name} {problem.value!r}: "
         return Problem(ARGUMENT, str(folder), about + problem.rule, "name a plain LoRA adapter of this base")
 
-    with restated(of_adapter):
-        yield
+    return restated(of_adapter)
 
 
 def _settings_of_adapter(folder: Path) -> FinetuneConfig:
