@@ -96,7 +96,10 @@ def main() -> int:
             if arguments.adapter:
                 checkpoint = Path(resolve_hub_name(str(checkpoint), weights=True))
                 whole = open_hf_model(checkpoint)
-                opened = [replace(open_adapter_for(path, whole), weight=weight) for path, weight in arguments.adapter]
+                opened = [
+                    replace(open_adapter_for(path, whole), weight=weight, path=str(path))
+                    for path, weight in arguments.adapter
+                ]
                 merged = MergedTensors.of(whole.stored, *opened)
                 out = (arguments.out, arguments.dtype, largest)
                 made = export_merged(checkpoint, whole.model, merged, *out, options["progress"])

@@ -68,7 +68,9 @@ def flops_per_token(model: ModelConfig, seq_length: float, finetune: FinetuneCon
     """
     matmuls = 2 * FORWARD_AND_BACKWARD * matmul_parameters(model)
     if finetune is not None and finetune.method == "lora":
-        head = model.vocab_size * model.hidden_size if saves_module("lm_head", model, finetune) else 0
+        has_rows = model.tie_word_embeddings and bool(finetune.trainable_token_indices)
+        trains_head = has_rows or saves_module("lm_head", model, finetune)
+        head = trains_head * model.vocab_size * model.hidden_size
         layers = range(model.num_hidden_layers)
         matmuls -= 2 * (matmul_parameters(model) - head)
         matmuls += 2 * FORWARD_AND_BACKWARD * lora_parameters(model, finetune, layers, padded=False)

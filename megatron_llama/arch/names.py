@@ -37,6 +37,11 @@ MAGNITUDE = "lora_magnitude_vector"
 """PEFT's name of DoRA's row norms, and the name of the parameter."""
 
 
+_TRAINABLE_TOKENS = "trainable_tokens_delta"
+TOKEN_ROWS = f"{PEFT_PREFIX}model.embed_tokens.token_adapter.{_TRAINABLE_TOKENS}"
+"""PEFT's name of trainable_token_indices' rows."""
+
+
 @dataclass(frozen=True)
 class Rectangle:
     """A rectangle of a Hugging Face tensor, and its position in a rank's parameter."""
@@ -103,6 +108,8 @@ def lora_shapes(model: ModelConfig, finetune: FinetuneConfig) -> dict[str, Shape
             shapes[lora_name(name, "lora_B")] = (rows, adapter.rank)
             if finetune.use_dora:
                 shapes[lora_name(name, MAGNITUDE)] = (rows,)
+    if finetune.trainable_token_indices:
+        shapes[TOKEN_ROWS] = (len(finetune.trainable_token_indices), model.hidden_size)
     return shapes
 
 
@@ -113,7 +120,7 @@ def lora_name(weight: str, side: str) -> str:
 
 def is_lora(name: str) -> bool:
     """Return whether a tensor or parameter of this name belongs to LoRA."""
-    return name.removesuffix(".weight").endswith((".lora_A", ".lora_B", f".{MAGNITUDE}"))
+    return name.removesuffix(".weight").endswith((".lora_A", ".lora_B", f".{MAGNITUDE}", f".{_TRAINABLE_TOKENS}"))
 
 
 def is_block_matrix(parameter: str) -> bool:
@@ -240,6 +247,10 @@ def _lora_pieces(
     Unsharded ones are replicated.
     """
     owner, _, side = parameter.rpartition(".")
+    if side == _TRAINABLE_TOKENS:
+        shape = lora_shapes(model, finetune)[TOKEN_ROWS]
+        replica = tp.rank + tp.size * (owner == "head_rows")
+        return [Rectangle(TOKEN_ROWS, shape, (0, 0), (0, 0), shape, replica)]
     parts = []
     for matrix in rectangles(f"{owner}.weight", model, tp, padded_vocab_size):
         *_, layer, _, module, _ = matrix.name.split(".")
@@ -247,7 +258,6 @@ def _lora_pieces(
         if adapter is None:
             continue
         (rows, columns), name, rank = matrix.global_shape, lora_name(matrix.name, side), adapter.rank
-        shape: Shape
         offset: Shape
         size: Shape
         if side == MAGNITUDE:

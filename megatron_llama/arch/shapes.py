@@ -318,6 +318,9 @@ def stage_parameters(
         return saves_module(module, model, finetune)
 
     added = lora_parameters(model, finetune, numbers, tp, padded=padded)
+    token_rows = (first or (last and model.tie_word_embeddings)) * len(finetune.trainable_token_indices)
+    added += token_rows * model.hidden_size
+    in_blocks += token_rows * model.hidden_size * has_8bit_states((token_rows, model.hidden_size))
     norms = layers * sum(map(saved, block_norms(model))) + (last and saved("norm"))
     tables = (first and saved("embed_tokens")) + (last and tables > first and saved("lm_head"))
     trained = added + norms * model.hidden_size + tables * table

@@ -42,7 +42,7 @@ from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.compare_copies import Copies
 from megatron_llama.parallel.groups import broadcast_from_rank_0, sync_errors
-from megatron_llama.parallel.parallelize import init_magnitudes
+from megatron_llama.parallel.parallelize import init_magnitudes, init_token_rows
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import BatchSchedule
 from megatron_llama.system import phase
@@ -106,6 +106,7 @@ class Checkpointer:
         if self._lora:
             self._load_base()  # checkpoints do not contain the base model
             init_magnitudes(self.model)
+            init_token_rows(self.model)
         failures = []
         for folder in candidates:
             try:

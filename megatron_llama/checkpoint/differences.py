@@ -70,7 +70,7 @@ SETTINGS = {
         "data": "add_tokens add_special_tokens",
         "optim": "name",
         "finetune": "method lora_rank lora_alpha use_rslora use_dora lora_target_modules exclude_modules "
-        "layers_to_transform rank_pattern alpha_pattern bias modules_to_save",
+        "layers_to_transform rank_pattern alpha_pattern bias modules_to_save trainable_token_indices",
     },
     DATA: {
         "data": "kind pack mock prefixes schedule curriculum validation_prefixes chat_template chat_template_kwargs "

@@ -26,7 +26,7 @@ from megatron_llama.checkpoint.lora_adapter import (
     trained_tensors,
 )
 from megatron_llama.checkpoint.manifest import NAME, Manifest, dtype_of, read_manifest
-from megatron_llama.checkpoint.model_card import CARD, model_card
+from megatron_llama.checkpoint.model_card import CARD, merged_card, model_card
 from megatron_llama.checkpoint.stored_tensors import (
     EXPORT_DTYPES,
     AveragedTensors,
@@ -166,7 +166,7 @@ def export_merged(
 ) -> Exported:
     """Write a model with merged adapters, with tokenizer and settings of the base model's folder.
 
-    ``dtype`` auto is the base's. Raises as ``export``.
+    ``dtype`` auto is the base's. The model card names the ``path`` of each adapter. Raises as ``export``.
     """
     check_output(out)
     dtype = dtype_of(merged.base) if dtype == "auto" else dtype
@@ -177,6 +177,8 @@ def export_merged(
         _write_json(partial / "config.json", hf_config(model, dtype, token_ids))
         names, size = _write_weights(merged, files, EXPORT_DTYPES[dtype], partial, SINGLE, progress)
         tokenizer = (partial / "tokenizer_config.json").exists()
+        weights = {adapter.path: adapter.weight for adapter in merged.adapters}
+        write_synced(partial / CARD, merged_card(str(base), model, weights, dtype, tokenizer=tokenizer).encode())
     return Exported(out, dtype, names, size, tokenizer)
 
 

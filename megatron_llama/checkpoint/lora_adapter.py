@@ -19,6 +19,7 @@ from megatron_llama.arch.names import (
     EMBEDDING,
     MAGNITUDE,
     PEFT_PREFIX,
+    TOKEN_ROWS,
     Shape,
     hf_shapes,
     is_saved_module,
@@ -32,13 +33,24 @@ from megatron_llama.checkpoint.rank_files import CheckpointTensors
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles, Stored, StoredTensor
 from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig, Problem
 from megatron_llama.config.data_settings import NewTokens
-from megatron_llama.config.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LORA_SETTINGS, TYING, read_hf_config
+from megatron_llama.config.hf_config import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    LORA_SETTINGS,
+    TOKEN_INDICES,
+    TYING,
+    read_hf_config,
+)
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
+_WITH_TOKEN_ROWS = (
+    *(".token_adapter.base_layer.weight", "lm_head.token_adapter.trainable_tokens_delta"),
+    *("lm_head.original_module.weight", "lm_head.modules_to_save.weight"),
+)
 
 
 def trained_shapes(model: ModelConfig, finetune: FinetuneConfig) -> dict[str, Shape]:
-    """Return the shapes of tensors that LoRA trains: A and B by PEFT name, modules_to_save by Hugging Face name."""
+    """Return the shapes of tensors that LoRA trains: LoRA's by PEFT name, modules_to_save by Hugging Face name."""
     whole = {name: shape for name, shape in hf_shapes(model).items() if is_saved_module(name, model, finetune)}
     return {**lora_shapes(model, finetune), **whole}
 
@@ -60,10 +72,12 @@ def fingerprint(files: SafetensorsFiles) -> str:
     return digest.hexdigest()[:32]
 
 
-def adapter_rows(folder: Path) -> int:
-    """Return the rows of a PEFT adapter's embedding; 0 without an embedding. Raises CorruptFile."""
-    embedding = list_tensors(folder / ADAPTER_WEIGHTS).get(PEFT_PREFIX + EMBEDDING)
-    return 0 if embedding is None else embedding.shape[0]
+def adapter_rows(folder: Path, finetune: FinetuneConfig) -> int:
+    """Return the vocabulary that a PEFT adapter trains: the rows of its tables. Raises CorruptFile."""
+    stored = list_tensors(folder / ADAPTER_WEIGHTS)
+    tables = (stored.get(PEFT_PREFIX + name) for name in (EMBEDDING, "lm_head.weight"))
+    last = max(finetune.trainable_token_indices, default=-1)
+    return max(last + 1, *(0 if table is None else table.shape[0] for table in tables))
 
 
 def open_adapter(folder: Path, model: ModelConfig, finetune: FinetuneConfig) -> SafetensorsFiles:
@@ -80,6 +94,8 @@ def open_adapter(folder: Path, model: ModelConfig, finetune: FinetuneConfig) -> 
     stored = list_tensors(folder / ADAPTER_WEIGHTS)
     ours = {peft_name(name, model, finetune): name for name in shapes}
     tensors = {ours.get(name, name): tensor for name, tensor in stored.items()}
+    if TOKEN_ROWS in shapes:  # with a grown vocabulary, PEFT also writes the tables that the base has
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(_WITH_TOKEN_ROWS)}
     if model.tie_word_embeddings and EMBEDDING in shapes:
         tensors.pop(f"{PEFT_PREFIX}lm_head.weight", None)  # PEFT writes tied embeddings twice
         if not read_hf_config(str(folder), ADAPTER_CONFIG).get(TYING):
@@ -130,15 +146,18 @@ class TrainedAdapter:
     """A trained adapter of a model."""
 
     tensors: Stored
-    """A and B by PEFT name, modules_to_save and biases by Hugging Face name."""
+    """LoRA's by PEFT name, modules_to_save and biases by Hugging Face name."""
     model: ModelConfig
     finetune: FinetuneConfig
     weight: float = 1.0
     """Weight of its change of the model."""
+    path: str = ""
+    """Folder or run, as the user names it."""
 
     def changes(self, name: str) -> bool:
         """Return whether the merged model has another value of this Hugging Face tensor."""
-        return name in self.tensors.tensors or lora_name(name, "lora_A") in self.tensors.tensors
+        key = TOKEN_ROWS if name == EMBEDDING else lora_name(name, "lora_A")
+        return name in self.tensors.tensors or key in self.tensors.tensors
 
     def apply(self, name: str, base: torch.Tensor, offset: Shape) -> tuple[torch.Tensor, int]:
         """Return the trained values of a rectangle, fp32, and the bytes read; DoRA needs whole rows.
@@ -157,6 +176,13 @@ class TrainedAdapter:
         count: list[int] = []
         if name in self.tensors.tensors:
             return read(name, offset, base.shape), sum(count)
+        if name == EMBEDDING:
+            tokens, merged = self.finetune.trainable_token_indices, base.clone()
+            trained = read(TOKEN_ROWS, (0, offset[1]), (len(tokens), base.shape[1]))
+            for token, row in zip(tokens, trained, strict=True):
+                if offset[0] <= token < offset[0] + len(base):
+                    merged[token - offset[0]] = row
+            return merged, sum(count)
         *_, layer, _, module, _ = name.split(".")
         adapter = layer_adapters(self.model, self.finetune, int(layer))[module]
         (first_row, first_column), (rows, columns) = offset, base.shape
@@ -225,6 +251,9 @@ def trained_tensors(manifest: Manifest, model: ModelConfig, finetune: FinetuneCo
     return replace(manifest.stored, tensors={name: manifest.stored.tensors[name] for name in shapes})
 
 
+_NULL_IF_EMPTY = "modules_to_save", "exclude_modules", "layers_to_transform", TOKEN_INDICES
+
+
 def adapter_config(finetune: FinetuneConfig, model: ModelConfig, base: str | None) -> dict[str, Any]:
     """Return the content of adapter_config.json; omitted keys have PEFT's defaults."""
     alpha = finetune.lora_alpha
@@ -235,8 +264,7 @@ def adapter_config(finetune: FinetuneConfig, model: ModelConfig, base: str | Non
         **{theirs: getattr(finetune, ours) for theirs, ours in LORA_SETTINGS.items()},
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": finetune.lora_dropout,
-        **{name: getattr(finetune, name) or None for name in ("modules_to_save", "exclude_modules")},
-        "layers_to_transform": finetune.layers_to_transform or None,
+        **{name: getattr(finetune, name) or None for name in _NULL_IF_EMPTY},
         **({TYING: True} if model.tie_word_embeddings and "embed_tokens" in finetune.modules_to_save else {}),
         "fan_in_fan_out": False,
         "init_lora_weights": True,

@@ -556,5 +556,10 @@ def fill_new_tokens(config: Any, given: set[str], assign: Callable[[str, Any], N
         instead = "omit tokens that exist, or name the Hugging Face folder of a tokenizer without them"
         problems.append(Problem(name, [*new.plain, *new.special], rule, instead))
         return
+    tokens, ids = config.finetune.trainable_token_indices, range(size - len(new), size)
+    if config.finetune.method == "lora" and tokens and not {*ids} <= {*tokens}:
+        rule = f"has not all ids of the new tokens, {ids.start} to {ids.stop - 1}: LoRA would freeze their rows"
+        instead = f"write finetune.trainable_token_indices={format_value([*dict.fromkeys([*tokens, *ids])])}"
+        problems.append(Problem("finetune.trainable_token_indices", [*tokens], rule, instead))
     if "model.vocab_size" not in given and config.model.vocab_size < size:
         assign("model.vocab_size", size)

@@ -78,11 +78,13 @@ _ONLY: dict[str, Any] = {
 
 TYING = "ensure_weight_tying"
 """PEFT's switch that trains tied embeddings as one weight."""
+TOKEN_INDICES = "trainable_token_indices"
 # PEFT's names of an adapter's settings, and the names here.
 _LORA_SWITCHES = ("use_rslora", "use_dora")
 LORA_SETTINGS = {"r": "lora_rank", "target_modules": "lora_target_modules"}
 LORA_SETTINGS |= {name: name for name in ("lora_alpha", "modules_to_save", "bias", *_LORA_SWITCHES)}
 LORA_SETTINGS |= {name: name for name in ("exclude_modules", "layers_to_transform", "rank_pattern", "alpha_pattern")}
+LORA_SETTINGS |= {TOKEN_INDICES: TOKEN_INDICES}
 _LORA_DEFAULTS: dict[str, Any] = {"bias": "none", "rank_pattern": {}, "alpha_pattern": {}}
 _LORA_DEFAULTS |= dict.fromkeys(_LORA_SWITCHES, False)
 # Valid values of adapter_config.json's other keys, in addition to null, false and empty. Unlisted keys must have one of
@@ -345,6 +347,9 @@ def fill_from_adapter(
         with suppress(SafetensorError), safe_open(os.path.join(folder, ADAPTER_WEIGHTS), framework="np") as file:
             names = {name.partition(".lora_")[0] for name in file.keys() if ".lora_" in name}  # noqa: SIM118
             content["target_modules"] = sorted(names)
+    tokens = content.get(TOKEN_INDICES)
+    if isinstance(tokens, dict) and tokens.keys() == {"embed_tokens"}:
+        content[TOKEN_INDICES] = tokens["embed_tokens"]
     wrong = unsupported_lora(content)
     problems += [Problem("finetune.adapter", folder, clause, "write a plain LoRA adapter") for clause in wrong]
     for theirs, ours in LORA_SETTINGS.items() if not wrong else ():
@@ -359,7 +364,8 @@ def fill_from_adapter(
             value = _module_names(value) if theirs == "target_modules" else value
             if theirs == "modules_to_save":  # PEFT adds model.embed_tokens to a tied embed_tokens
                 value = {name.removeprefix("model.") for name in value}
-            assign(name, sorted(value) if isinstance(value, (list, set)) else value)
+            is_sorted = isinstance(value, (list, set)) and theirs != TOKEN_INDICES  # whose order is of the rows
+            assign(name, sorted(value) if is_sorted else value)
 
 
 _MODULE = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)|(?:.*\.)?(embed_tokens|lm_head)")
@@ -399,6 +405,9 @@ def unsupported_lora(content: dict[str, Any]) -> list[str]:
     layers = content.get("layers_to_transform")
     if not all(type(layer) is int for layer in (layers if isinstance(layers, list) else [layers or 0])):
         clauses.append("its layers_to_transform must be a list of layer numbers")
+    tokens = content.get(TOKEN_INDICES) or []
+    if not (isinstance(tokens, list) and all(type(token) is int for token in tokens)):
+        clauses.append(f"its {TOKEN_INDICES} must be a list of token ids, or a mapping with only embed_tokens")
     for name in ("rank_pattern", "alpha_pattern"):
         if not isinstance(content.get(name) or {}, dict):
             clauses.append(f"its {name} must be a mapping")

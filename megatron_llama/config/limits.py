@@ -79,10 +79,10 @@ def module_endings(choices: tuple[str, ...], *, least: int = 0) -> Limit:
     return Limit(holds, rule, f"[{choices[0]}]")
 
 
-def layer_numbers() -> Limit:
-    """Require different numbers of layers."""
-    rule = "must be numbers of layers, counted from 0, each once"
-    return Limit(lambda layers: min(layers, default=0) >= 0 and len(set(layers)) == len(layers), rule, "[0,1]")
+def numbers_of(things: str) -> Limit:
+    """Require different numbers of ``things``."""
+    rule = f"must be numbers of {things}, counted from 0, each once"
+    return Limit(lambda numbers: min(numbers, default=0) >= 0 and len(set(numbers)) == len(numbers), rule, "[0,1]")
 
 
 def patterns(example: str, *, whole: bool = False) -> Limit:

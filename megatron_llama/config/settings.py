@@ -18,9 +18,9 @@ from megatron_llama.config.limits import (
     blend,
     blend_schedule,
     first_and_last,
-    layer_numbers,
     module_endings,
     not_blank,
+    numbers_of,
     one_of,
     patterns,
     plain_url,
@@ -435,7 +435,7 @@ class FinetuneConfig:
     seven. Longer names, such as model.layers.0.self_attn.q_proj, mean the matrices whose full name ends so."""
     exclude_modules: Annotated[list[str], module_endings(LORA_TARGETS)] = field(default_factory=list)
     """Matrices without adapters, named as in lora_target_modules."""
-    layers_to_transform: Annotated[list[int], layer_numbers()] = field(default_factory=list)
+    layers_to_transform: Annotated[list[int], numbers_of("layers")] = field(default_factory=list)
     """Layers with adapters, counted from 0; empty: all. Full names in lora_target_modules ignore it, as in PEFT."""
     rank_pattern: Annotated[dict[str, int], patterns("'{layers.0.self_attn.q_proj:16}'", whole=True)] = field(
         default_factory=dict
@@ -450,6 +450,8 @@ class FinetuneConfig:
     modules_to_save: Annotated[list[str], some_of(SAVED_MODULES)] = field(default_factory=list)
     """Modules that are also trained in full. Names are embed_tokens, lm_head, norm (all norms, by the ending, as in
     PEFT), input_layernorm, post_attention_layernorm and post_feedforward_layernorm."""
+    trainable_token_indices: Annotated[list[int], numbers_of("tokens")] = field(default_factory=list)
+    """Ids of tokens whose rows of the embedding are also trained; if it is tied, in the output head too."""
     objective: Annotated[str, one_of("sft", "dpo", "orpo", "kto")] = "sft"
     """Loss: the cross entropy (sft), or of pairs of answers (dpo, orpo), or of labeled answers (kto). DPO (Rafailov
     et al. 2023, arXiv:2305.18290) and KTO (Ethayarajh et al. 2024, arXiv:2402.01306) compare with the initial weights;

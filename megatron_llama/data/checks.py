@@ -179,7 +179,8 @@ def _format_problem(config: Config, prefix: str) -> tuple[str, str] | None:
     stored = stored_format(IndexedDataset(prefix + MASK_SUFFIX).sequence(0)[-1])
     needed = PREFERENCE_FORMATS.get(config.finetune.objective)
     if needed is not None and stored != needed:
-        instead = f"prepare it with data_prep/sft.py --format {needed}, or write finetune.objective=sft"
+        other = next((name for name, format in PREFERENCE_FORMATS.items() if format == stored), "sft")
+        instead = f"prepare it with data_prep/sft.py --format {needed}, or write finetune.objective={other}"
         return "has " + _LACKS[needed].format(objective), instead
     if stored is not None and needed is None:
         other = next(name for name, format in PREFERENCE_FORMATS.items() if format == stored)

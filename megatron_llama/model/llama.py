@@ -146,6 +146,8 @@ class BlockParts:
     measure_logits: Callable[[Tensor, Tensor, Any, Tensor | None], Tensor | None] | None = None
     """From q, k, mask inputs and the largest logits so far to the largest logits of each head (QK-Clip)."""
     embedding: Callable[..., VocabParallelEmbedding] = VocabParallelEmbedding
+    token_rows: Callable[[int, TransformerConfig], Any] | None = None
+    """From the hidden size to ``TokenRows`` (model/lora.py)."""
     noise: Callable[[Tensor, Tensor], Tensor] | None = None
     """From embeddings [s(/t), b, h] and keys [b, s] to embeddings with noise (NEFTune)."""
     head: Callable[..., Head] = Head
@@ -334,6 +336,11 @@ class Llama(nn.Module):
             # On one stage, the head of tied embeddings uses the embedding's weight. On a later stage it has a copy.
             tied = model.tie_word_embeddings and is_first
             self.lm_head = parts.head(model.hidden_size, padded_vocab_size, model.vocab_size, mcore, tied=tied)
+        self.embed_rows = self.head_rows = None
+        if parts.token_rows is not None and is_first:
+            self.embed_rows = parts.token_rows(model.hidden_size, mcore)
+        if parts.token_rows is not None and is_last and model.tie_word_embeddings:
+            self.head_rows = self.embed_rows or parts.token_rows(model.hidden_size, mcore)
         # Attributes that megatron-core's schedules require of a model.
         self.config = mcore
         self.model_type = ModelType.encoder_or_decoder
@@ -387,7 +394,7 @@ class Llama(nn.Module):
         """Embed token ids [b, s] to [s(/t), b, h]."""
         # With sequence parallelism megatron-core itself transposes and scatters the sequence.
         x: Tensor = self.embed_tokens(tokens if self.config.sequence_parallel else tokens.t())
-        return x
+        return x if self.embed_rows is None else self.embed_rows.replace(x, tokens)
 
     def received(self) -> Tensor:
         """Return the activations of the previous stage [s(/t), b, h]."""
@@ -397,5 +404,7 @@ class Llama(nn.Module):
         return self.input_tensor if torch.is_grad_enabled() else self.input_tensor.detach()
 
     def tied_weight(self) -> Tensor | None:
-        """Return the embedding's weight if the head has no weight, else None."""
+        """Return the embedding's weight if the head has no weight, or if it has trained rows, else None."""
+        if self.head_rows is not None:
+            return self.head_rows.in_table((self.embed_tokens if self.is_first else self.lm_head).weight)
         return self.embed_tokens.weight if self.lm_head.weight is None else None

@@ -15,12 +15,13 @@ row-parallel W, A is split by columns and B is replicated. Only x Aᵀ [s, b, ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -38,6 +39,7 @@ from megatron_llama.arch.names import is_lora, is_saved_module
 from megatron_llama.arch.shapes import StackedAdapters, fused_rows, stacked_adapters
 from megatron_llama.config import FinetuneConfig, ModelConfig
 from megatron_llama.config.precision import QUANTIZED_BITS
+from megatron_llama.devices import HOST
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.quantized import dequantize
 
@@ -161,6 +163,45 @@ def lora_linear(
     layer, tp = base(matrix, model, mcore), mcore.tensor_model_parallel_size
     stack = stacked_adapters(model, adapters, matrix, tp)
     return layer if stack is None else LoraLinear(layer, fused_rows(model, matrix, tp), stack, finetune)  # type: ignore[no-any-return]
+
+
+class TokenRows(nn.Module):
+    """Trained rows of a frozen embedding (trainable_token_indices), PEFT's trainable tokens.
+
+    Values, not differences, which replace the table's rows in the lookup and in a tied output head. All tensor-parallel
+    ranks hold all rows.
+
+    Args:
+        tokens: ids, in the order of the rows.
+    """
+
+    def __init__(self, tokens: Sequence[int], hidden: int, mcore: TransformerConfig) -> None:
+        super().__init__()
+        self.trainable_tokens_delta = nn.Parameter(torch.empty(len(tokens), hidden, dtype=mcore.params_dtype))
+        self.group = get_tensor_model_parallel_group()
+        self.sequence_parallel = mcore.sequence_parallel
+        self.ids, self.tokens = tokens, torch.tensor(tokens, device=HOST)
+        self.order = self.tokens.argsort()
+
+    def replace(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Replace embeddings x [s(/t), b, h] of these tokens. ``tokens``: ids [b, s]."""
+        self.tokens, self.order = self.tokens.to(x.device), self.order.to(x.device)
+        rows, tokens = self.trainable_tokens_delta, tokens.t()
+        if self.sequence_parallel:  # each rank has a part of the sequence, and so of the gradient
+            rows = copy_to_tensor_model_parallel_region(rows, group=self.group)
+            tokens = tokens.chunk(self.group.size())[self.group.rank()]
+        place = torch.searchsorted(self.tokens, tokens.contiguous(), sorter=self.order)
+        number = self.order[place.clamp(max=len(self.order) - 1)]
+        return torch.where((self.tokens[number] == tokens)[..., None], F.embedding(number, rows).to(x.dtype), x)
+
+    def in_table(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a copy of this rank's rows of the table, [vocabulary/t, h], with the trained ones."""
+        rows = copy_to_tensor_model_parallel_region(self.trainable_tokens_delta, group=self.group)
+        first = self.group.rank() * len(weight)
+        numbers = [n for n, token in enumerate(self.ids) if 0 <= token - first < len(weight)]
+        places = [numbers, [self.ids[n] - first for n in numbers]]
+        index, place = torch.tensor(places, dtype=torch.int64, device=weight.device).unbind()
+        return weight.index_copy(0, place, rows[index].to(weight.dtype))
 
 
 def freeze(chunk: Llama, finetune: FinetuneConfig, frozen_dtype: torch.dtype) -> None:

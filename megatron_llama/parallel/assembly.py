@@ -19,7 +19,7 @@ from megatron_llama.model.fused import fused_operators
 from megatron_llama.model.init import torch_dtype
 from megatron_llama.model.inputs import InputBuilder
 from megatron_llama.model.llama import BlockParts, Llama, Wrapper, build_norm, parallel_linear
-from megatron_llama.model.lora import freeze, lora_linear
+from megatron_llama.model.lora import TokenRows, freeze, lora_linear
 from megatron_llama.model.loss import IN_PLACE, Head, fused_softmax
 from megatron_llama.model.mlp_chunks import run_in_chunks
 from megatron_llama.model.noise import EmbeddingNoise
@@ -120,6 +120,9 @@ PARTS: dict[str, Callable[[Build, BlockParts], BlockParts]] = {
     "cp": lambda b, parts: divided_parts(parts, b.topology, b.kernels, b.groups, b.plan.config.trainer.cp_comm),
     "exact": lambda b, parts: b.exact.parts(parts),
     "preference": _preference,
+    "token rows": lambda b, parts: replace(
+        parts, token_rows=partial(TokenRows, b.plan.config.finetune.trainable_token_indices)
+    ),
     "NEFTune": _noise,
     "QK-Clip": lambda b, parts: replace(parts, measure_logits=logits_measure(b.plan, b.groups)),
     "fused operators": _fused,

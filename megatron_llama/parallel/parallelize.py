@@ -19,7 +19,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_llama import devices
 from megatron_llama.arch.adapters import layer_adapters, module_name
-from megatron_llama.arch.names import MAGNITUDE, is_lora, lora_name
+from megatron_llama.arch.names import EMBEDDING, MAGNITUDE, TOKEN_ROWS, is_lora, lora_name
 from megatron_llama.arch.shapes import matrices
 from megatron_llama.devices import Device
 from megatron_llama.devices.attention_inputs import Documents
@@ -288,6 +288,25 @@ def init_magnitudes(model: ParallelModel) -> None:
         for part in shard.rectangles if shard.name.endswith(f".{MAGNITUDE}") else ():
             first, last = part.offset[0], part.offset[0] + part.size[0]
             shard.local[part.local_slices] = norms[part.name][first:last].to(shard.local.dtype)
+
+
+@torch.no_grad()
+def init_token_rows(model: ParallelModel) -> None:
+    """Set ``TokenRows`` to the frozen embedding's rows, as PEFT at its start. A collective as ``init_magnitudes``."""
+    tokens = model.plan.config.finetune.trainable_token_indices
+    if all(chunk.embed_rows is None and chunk.head_rows is None for chunk in model.chunks):
+        return
+    rows = torch.zeros(len(tokens), model.plan.model.hidden_size, device=model.device)
+    for shard in model.shards if model.shards[0].is_primary_replica else ():
+        for part in shard.rectangles:
+            here = [n for n, token in enumerate(tokens) if 0 <= token - part.offset[0] < part.size[0]]
+            if part.name == EMBEDDING and here:
+                rows[here] += shard.values[part.local_slices][[tokens[n] - part.offset[0] for n in here]]
+    dist.all_reduce(rows, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+    for shard in model.shards:
+        for part in shard.rectangles:
+            if part.name == TOKEN_ROWS:
+                shard.local[part.local_slices] = rows[part.offset[0] :][: part.size[0]].to(shard.local.dtype)
 
 
 def _target_rows(model: ParallelModel) -> dict[str, int]:

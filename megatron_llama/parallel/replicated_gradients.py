@@ -46,7 +46,7 @@ class ReplicatedGradients:
         """Return the ranks over which a whole parameter is summed, by its name without ``.weight``."""
         if self.is_replicated(name):
             return self.groups["tp"]
-        if not self.tied or name not in ("embed_tokens", "lm_head"):
+        if not self.tied or name.partition(".")[0] not in ("embed_tokens", "lm_head", "embed_rows", "head_rows"):
             return None
         assert self.groups.embedding is not None, "the stage has a tied embedding"
         return self.groups.embedding

@@ -144,6 +144,8 @@ def _lora(plan: Plan) -> Iterator[str]:
         yield _line("", {"all": "and all biases", "lora_only": "and the biases of these matrices"}[finetune.bias])
     if finetune.modules_to_save:
         yield _line("", f"and in full {', '.join(finetune.modules_to_save)}")
+    if rows := len(finetune.trainable_token_indices):
+        yield _line("", f"and the embeddings of {rows} {plural(rows, 'token')}")
     if finetune.adapter:
         yield _line("", f"continues from {finetune.adapter}")
 

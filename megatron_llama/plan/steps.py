@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_llama.devices import find_device
 from megatron_llama.plan.plan import COPIES, SHARDS, Plan
+from megatron_llama.system.tables import plural
 
 
 def recomputation(plan: Plan) -> str:
@@ -18,6 +19,7 @@ def build_steps(plan: Plan) -> dict[str, str]:
     trainer, finetune, device = plan.config.trainer, plan.config.finetune, find_device(plan.config.device.name)
     fuses = device is not None and device.fuses_eager_blocks and not (trainer.compile or trainer.exact)
     lora = "DoRA" if finetune.use_dora else "LoRA"
+    rows = len(finetune.trainable_token_indices)
     kinds = {COPIES: f"{plan.precision.compute_format} copies of weights", SHARDS: f"zero {trainer.zero}"}
     return {
         # The layout, which determines the shapes of a rank's matrices, then the parts of blocks.
@@ -26,6 +28,7 @@ def build_steps(plan: Plan) -> dict[str, str]:
         "cp": f"cp {trainer.cp} by {trainer.cp_comm}" if trainer.cp > 1 else "",
         "exact": "exact" if trainer.exact else "",
         "preference": {"sft": "", "dpo": f"dpo {finetune.loss_type}"}.get(finetune.objective, finetune.objective),
+        "token rows": f"rows of {rows} {plural(rows, 'token')}" if rows else "",
         "NEFTune": "" if finetune.neftune_noise_alpha is None else f"NEFTune {finetune.neftune_noise_alpha:g}",
         "QK-Clip": "" if plan.config.optim.qk_clip is None else "QK-Clip",
         "fused operators": "fused operators" if fuses else "",

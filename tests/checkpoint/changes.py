@@ -157,6 +157,7 @@ CHANGES: dict[str, Change] = {
     "finetune.alpha_pattern": Change({"q_proj": 8.0}, LORA),
     "finetune.bias": Change("all", LORA),
     "finetune.modules_to_save": Change(["norm"], LORA),
+    "finetune.trainable_token_indices": Change([7], LORA),
     "finetune.objective": Change("dpo", {**TUNED, "optim.lr": 1e-6}),
     "finetune.beta": Change(0.5, DPO),
     "finetune.loss_type": Change("ipo", DPO),

@@ -268,7 +268,8 @@ def test_cards_of_fine_tuned_models(tmp_path: Path) -> None:
     base = tmp_path / "models--org--Base-1.1B" / "snapshots" / "0123abc"
     base.mkdir(parents=True)
     (base / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [en]\n---\n# Base\n")
-    adapter = {"hf_folder": str(base), "data": {"name": "chat", "prefixes": ["0.5", "/secret/a b|c_sft"]}}
+    data = {"name": "chat", "prefixes": ["0.5", "/secret/a b|c_sft"], "add_special_tokens": ["<|a b|>"]}
+    adapter = {"hf_folder": str(base), "data": data}
     GoldenFiles.check("checkpoint/card_of_an_adapter.md", make_card(adapter))
     local = make_card({"hf_folder": "/home/someone/my model<: |x"}, adapter=False, tokenizer=True)
     GoldenFiles.check("checkpoint/card_of_a_fine_tuned_model.md", local)

@@ -122,6 +122,7 @@ BOUNDS: dict[str, Bounds] = {
     ),
     "finetune.exclude_modules": ([["c_attn"], ["q_proj", "q_proj"]], [[], ["layers.0.mlp.up_proj"]]),
     "finetune.layers_to_transform": ([[-1], [1, 1]], [[], [0, 2]]),
+    "finetune.trainable_token_indices": ([[-1], [1, 1]], [[], [2, 0]]),
     "finetune.rank_pattern": ([{"q_proj": 0}, {"q_proj": 2.5}, {"(": 2}], [{}, {"layers.0.*": 2}]),
     "finetune.alpha_pattern": ([{"q_proj": 0}, {"(": 2}], [{}, {"layers.0.*": 2, "up_proj": 0.5}]),
     "finetune.bias": (["q_proj"], ["none", "all", "lora_only"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.finetuning import runner
-from tests.finetuning.runner import LORA, Tuned, World, make_plan
+from tests.finetuning.runner import Tuned, World
 from tests.ranks import run_ranks
 
 
@@ -14,15 +14,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     # Imported before any rank is forked: it takes seconds.
     pytest.importorskip("transformers", reason="transformers, the oracle, is a development dependency")
     pytest.importorskip("peft", reason="peft, the oracle, is a development dependency")
-    folder = tmp_path_factory.mktemp("finetuning")
-    made = World(folder / "base", folder / "adapter", make_plan(1, folder, *LORA))
-    run_ranks(_prepare, 1, made)
-    return made
-
-
-def _prepare(rank: int, made: World) -> None:
-    runner.save_base(made.plan, made.base)
-    runner.save_adapter(made.plan, made.base, made.adapter)
+    return runner.make_world(tmp_path_factory.mktemp("finetuning"))
 
 
 @pytest.fixture(scope="session")

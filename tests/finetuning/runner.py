@@ -151,6 +151,7 @@ def their_lora(base: Any, plan: Plan) -> Any:
         alpha_pattern=finetune.alpha_pattern,
         bias=finetune.bias,
         modules_to_save=finetune.modules_to_save or None,
+        trainable_token_indices=finetune.trainable_token_indices or None,
         ensure_weight_tying=plan.model.tie_word_embeddings and "embed_tokens" in finetune.modules_to_save,
         task_type="CAUSAL_LM",
     )
@@ -206,7 +207,7 @@ def _plain(name: str) -> str:
     """A parameter's name in a file: peft's without the adapter's, whole modules under Hugging Face's."""
     name = name.replace(".default", "").replace(".modules_to_save", "").replace(".base_layer", "")
     name = name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
-    return name if ".lora_" in name else name.removeprefix("base_model.model.")
+    return name if ".lora_" in name or ".token_adapter." in name else name.removeprefix("base_model.model.")
 
 
 def run_full(rank: int, plan: Plan, base: Path, steps: int) -> Tuned:
@@ -267,6 +268,18 @@ class World:
     def fresh(self) -> list[str]:
         """LoRA from its own start."""
         return [*LORA, f"init_from={self.base}"]
+
+
+def make_world(folder: Path) -> World:
+    """Write the base and the adapter."""
+    made = World(folder / "base", folder / "adapter", make_plan(1, folder, *LORA))
+    run_ranks(_write_world, 1, made)
+    return made
+
+
+def _write_world(rank: int, made: World) -> None:
+    save_base(made.plan, made.base)
+    save_adapter(made.plan, made.base, made.adapter)
 
 
 def worst(ours: Tuned, theirs: Tuned) -> dict[str, float]:

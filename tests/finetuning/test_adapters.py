@@ -157,6 +157,8 @@ def test_a_weighted_sum_of_adapters(
     (theirs,) = run_ranks(_weighted_sum, 1, world.base, weights)
     status, ours = merge("sum", *(f"{path}={weight}" for path, weight in weights.items()))
     assert status == 0 and all(distance(tensor, theirs[name]) <= 1e-6 for name, tensor in ours.items())
+    card = (tmp_path / "sum/README.md").read_text()
+    assert "| Adapters | 0.7 · adapter, -0.4 · patterns |" in card and "# base, with adapters" in card
     base = load_file(world.base / "model.safetensors")
     assert (
         ours.keys() == base.keys()
@@ -224,6 +226,8 @@ def _with(adapter: Path, folder: Path, **settings: Any) -> Path:
         ({"layers_pattern": "h"}, "layers_pattern is 'h'"),
         ({"layers_to_transform": "1"}, "layers_to_transform must be a list"),
         ({"layers_to_transform": [2]}, "the model has layers 0 to 1"),
+        ({"trainable_token_indices": {"lm_head": [2]}}, "must be a list of token ids"),
+        ({"trainable_token_indices": {"embed_tokens": [999]}}, "without 999"),
         ({"rank_pattern": [2]}, "rank_pattern must be a mapping"),
         ({"rank_pattern": {"c_attn": 2}}, "no adapted linear layer has a name that ends in a match of c_attn"),
         ({"exclude_modules": 3}, "exclude_modules must be a list"),

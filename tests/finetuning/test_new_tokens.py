@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import megatron_llama.train.run_rank  # noqa: F401  imported before the fork
+from benchmarks.verify.parity import fine_tuning_rows
 from data_prep import sft
 from data_prep.lib.sets import ExampleOptions, build_chat_format
 from megatron_llama.checkpoint.export import export
@@ -36,7 +37,7 @@ from tests.finetuning.runner import (
 )
 from tests.messages import raises_with_message
 from tests.oracle import distance
-from tests.paths import CONF
+from tests.paths import CONF, ROOT
 from tests.processes import Launcher
 from tests.ranks import RankFailed, run_ranks
 from tests.rows import rows
@@ -60,14 +61,13 @@ def tied(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(scope="module")
 def bases(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[Path, Path]]:
     """By whether embeddings are tied: a base model with a tokenizer, and the same model that transformers resized."""
-    folder = tmp_path_factory.mktemp("new_tokens")
-    made = {}
-    for tied in (False, True):
-        base, grown = folder / f"base_{tied}", folder / f"grown_{tied}"
-        plan = make_plan(1, folder, *([TIED] if tied else []))
-        run_ranks(_save_bases, 1, plan, base, grown)
-        made[tied] = base, grown
-    return made
+    return {tied: make_bases(tmp_path_factory.mktemp("new_tokens"), tied) for tied in (False, True)}
+
+
+def make_bases(folder: Path, tied: bool) -> tuple[Path, Path]:
+    base, grown = folder / "base", folder / "grown"
+    run_ranks(_save_bases, 1, make_plan(1, folder, *([TIED] if tied else [])), base, grown)
+    return base, grown
 
 
 def _save_bases(rank: int, plan: Any, base: Path, grown: Path) -> None:
@@ -123,25 +123,40 @@ def test_training_equals_a_resized_model(
     assert_near(resumed, theirs)
 
 
+# Settings of tied and untied embeddings. The rows are in no order, on both tp ranks, and not only of new tokens.
+IN_FULL = {
+    True: ["finetune.modules_to_save=[embed_tokens]"],
+    False: ["finetune.modules_to_save=[embed_tokens,lm_head]"],
+}
+TOKEN_ROWS = ["finetune.trainable_token_indices=[66,3,64,65]"]
+BY_ROWS = {True: TOKEN_ROWS, False: [*TOKEN_ROWS, "finetune.modules_to_save=[lm_head]"]}
 ADAPTED = {
-    "one process": (1, []),
-    "tp2, padded": (2, ["trainer.tp=2"]),
-    "pp2": (2, ["trainer.pp=2"]),
-    "zero 3": (2, ["trainer.zero=3", MICRO_1]),
+    "one process": (1, [], IN_FULL),
+    "tp2, padded": (2, ["trainer.tp=2"], IN_FULL),
+    "pp2": (2, ["trainer.pp=2"], IN_FULL),
+    "zero 3": (2, ["trainer.zero=3", MICRO_1], IN_FULL),
+    "rows, one process": (1, [], BY_ROWS),
+    "rows, tp2": (2, ["trainer.tp=2", "trainer.sp=false"], BY_ROWS),
+    "rows, tp2·pp2+sp": (4, ["trainer.tp=2", "trainer.pp=2"], BY_ROWS),
+    "rows, zero 3": (2, ["trainer.zero=3", MICRO_1], BY_ROWS),
+    "rows, pp2, zero 3": (4, ["trainer.pp=2", "trainer.zero=3", MICRO_1], BY_ROWS),
+    "rows, cp2, tp2+sp": (4, ["trainer.cp=2", "trainer.tp=2"], BY_ROWS),
 }
 
 
-@pytest.mark.parametrize(("ranks", "layout"), rows(ADAPTED.items(), {"tp2, padded", "pp2"}))
+@pytest.mark.parametrize(
+    ("ranks", "layout", "kind"), rows(ADAPTED.items(), {"tp2, padded", "pp2", "rows, tp2·pp2+sp", "rows, zero 3"})
+)
 def test_adapters_with_new_tokens_are_exchanged_with_peft(
-    ranks: int, layout: list[str], bases: dict[bool, tuple[Path, Path]], tied: bool, tmp_path: Path
-) -> None:
+    ranks: int, layout: list[str], kind: dict[bool, list[str]], bases: dict[bool, tuple[Path, Path]], tied: bool,
+    tmp_path: Path,
+) -> None:  # fmt: skip
     """peft's adapter with grown modules_to_save trains as in peft; peft reads ours, which starts a run again."""
     import peft
 
     (base, grown), adapter = bases[tied], tmp_path / "adapter"
-    modules = "finetune.modules_to_save=[embed_tokens]" if tied else "finetune.modules_to_save=[embed_tokens,lm_head]"
     model = [f"init_from={base}", *GROWN, *([TIED] if tied else [])]
-    plan = make_plan(1, tmp_path, *LORA, modules, *model)
+    plan = make_plan(1, tmp_path, *LORA, *kind[tied], *model)
     run_ranks(_save_adapter, 1, plan, grown, adapter)
     theirs = run_ranks(runner.run_lora, 1, plan, grown, adapter, 3)[0]
     chosen = ["finetune=lora", f"finetune.adapter={adapter}", *model]
@@ -174,6 +189,13 @@ def test_a_tied_adapter_of_peft_must_stay_tied(bases: dict[bool, tuple[Path, Pat
     with raises_with_message(RankFailed, r"apart from the tied output head.*ensure_weight_tying=True"):
         tune(1, tmp_path / "run", "finetune=lora", f"finetune.adapter={tmp_path / 'adapter'}",
              f"init_from={bases[True][0]}", TIED, steps=1)  # fmt: skip
+
+
+def test_the_published_table_has_the_rows_of_fine_tuning() -> None:
+    """A new row needs `python -m benchmarks.verify.parity --fine-tuning --rows NAME`."""
+    page = (ROOT / "docs/results/parity.txt").read_text(encoding="utf-8")
+    lines = [line for line in page.splitlines() if line.startswith("| ") and line.count("|") == 7]
+    assert [line.split(" | ")[0][2:] for line in lines[1:]] == [name for name, *_ in fine_tuning_rows()]
 
 
 CHAT = {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "<think>a</think> mat"}]}
@@ -224,6 +246,10 @@ def _train(folder: Path, *overrides: str) -> None:
 
 # Settings, and a part of the message. ``BASE`` is a folder with a tokenizer, ``SPM`` a sentencepiece model.
 BAD = {
+    "rows of other tokens": (
+        ["finetune=lora", "init_from=BASE", "data.tokenizer=BASE", *NEW, "finetune.trainable_token_indices=[3,291]"],
+        r"not all ids of the new tokens, 290 to 292: .* write finetune.trainable_token_indices=\[3,291,290,292\]",
+    ),
     "empty, repeated and existing": (
         ["data.tokenizer=BASE", 'data.add_tokens=["<|end|>","cat"," ","x"]', 'data.add_special_tokens=["x"]'],
         r"data.add_tokens = .* rule a token is empty; \[x\] occur twice; the tokenizer has <\|end\|> \(id 0\), cat",

@@ -222,19 +222,21 @@ def test_lora_compares_with_its_base(world: World, tmp_path: Path) -> None:
 
 
 OTHER_DATA = [
-    (write_pairs, ["finetune.objective=sft"], "has pairs of a chosen and a rejected answer"),
-    (write_labelled, ["finetune.objective=sft"], "has answers with labels"),
-    (write_labelled, ["finetune.objective=dpo"], "has no pairs of answers"),
-    (write_pairs, [KTO], "has no labels of answers"),
+    (write_pairs, ["finetune.objective=sft"], "has pairs of a chosen and a rejected answer", "dpo"),
+    (write_labelled, ["finetune.objective=sft"], "has answers with labels", "kto"),
+    (write_labelled, ["finetune.objective=dpo"], "has no pairs of answers", "kto"),
+    (write_pairs, [KTO], "has no labels of answers", "dpo"),
 ]
 
 
-@pytest.mark.parametrize(("write", "change", "message"), OTHER_DATA)
-def test_the_data_fits_the_objective(write: Any, change: list[str], message: str, world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("write", "change", "message", "other"), OTHER_DATA)
+def test_the_data_fits_the_objective(
+    write: Any, change: list[str], message: str, other: str, world: World, tmp_path: Path
+) -> None:
     changes = [one for one in settings(tmp_path / "data", world, *change) if "finetune.beta" not in one]
     write(tmp_path / "data/pairs", some_pairs(23, world.plan.model.vocab_size))
     (problem,) = check_data(make_plan(1, tmp_path, *changes).config)
-    assert message in problem.rule
+    assert message in problem.rule and f"write finetune.objective={other}" in problem.instead
 
 
 def test_a_batch_without_a_label_lacks_its_metrics() -> None:

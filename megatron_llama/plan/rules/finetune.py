@@ -152,14 +152,36 @@ def tied_embeddings_have_one_name(config: Config, world_size: int) -> Iterator[P
         yield Problem("finetune.modules_to_save", modules, "lm_head is tied to the embedding", instead)
 
 
-@reads("finetune.modules_to_save", "data.add_tokens", "data.add_special_tokens", "model.tie_word_embeddings")
+@reads("finetune.trainable_token_indices", "finetune.modules_to_save", "model.vocab_size")
+def token_rows_are_of_a_frozen_table(config: Config, world_size: int) -> Iterator[Problem]:
+    """Tokens whose rows are trained are in the vocabulary, and the embedding is not trained in full."""
+    finetune, vocabulary = config.finetune, config.model.vocab_size
+    if finetune.method != "lora" or not finetune.trainable_token_indices:
+        return
+    if absent := [token for token in finetune.trainable_token_indices if token >= vocabulary]:
+        rule = f"the vocabulary has ids 0 to {vocabulary - 1}, without {', '.join(map(str, absent))}"
+        tokens = finetune.trainable_token_indices
+        yield _without("trainable_token_indices", tokens, absent, rule, f"or ids below {vocabulary}")
+    if "embed_tokens" in finetune.modules_to_save:
+        rule = "trains the whole embedding, and finetune.trainable_token_indices some of its rows"
+        others = "or omit finetune.trainable_token_indices"
+        yield _without("modules_to_save", finetune.modules_to_save, ["embed_tokens"], rule, others)
+
+
+@reads(
+    *("finetune.modules_to_save", "finetune.trainable_token_indices", "model.tie_word_embeddings"),
+    *("data.add_tokens", "data.add_special_tokens"),
+)
 def lora_trains_new_tokens(config: Config, world_size: int) -> Iterator[Problem]:
-    """LoRA trains the rows of new tokens, which otherwise stay equal."""
+    """LoRA trains the rows of new tokens, which otherwise stay equal. ``fill_new_tokens`` compares their ids."""
     modules, new = config.finetune.modules_to_save, NewTokens.of(config.data)
-    tables = ["embed_tokens"] if config.model.tie_word_embeddings else ["embed_tokens", "lm_head"]
+    tables = [] if config.finetune.trainable_token_indices else ["embed_tokens"]
+    tables += [] if config.model.tie_word_embeddings else ["lm_head"]
     if config.finetune.method == "lora" and new and not {*tables} <= {*modules}:
         rule = f"must have {' and '.join(tables)}: LoRA freezes the rows of new tokens otherwise"
         instead = f"write finetune.modules_to_save={format_value(list(dict.fromkeys([*tables, *modules])))}"
+        if "embed_tokens" in tables:
+            instead += ", or their ids in finetune.trainable_token_indices"
         yield Problem("finetune.modules_to_save", modules, rule, instead)
 
 

@@ -152,7 +152,7 @@ def _open_adapter(folder: Path, base: Path | None) -> SavedModel:
         base = Path(named)
     with restated(lambda problem: replace(problem, field="--base")):
         whole = open_hf_model(base)
-        if (rows := adapter_rows(folder)) > whole.model.vocab_size:  # of new tokens
+        if (rows := adapter_rows(folder, finetune)) > whole.model.vocab_size:  # of new tokens
             model = replace(whole.model, vocab_size=rows)
             whole = replace(whole, model=model, stored=open_hf_folder(base, model, grows=True))
     merged = MergedTensors.of(whole.stored, _adapter_of(folder, finetune, whole.model))

@@ -152,6 +152,9 @@ def groups_of_ranks(plan: Plan) -> list[tuple[list[int], list[Operation]]]:
     if len(kinds) > 1:
         rule = "the table has one row for all blocks, and the adapters differ between layers"
         raise ConfigError([Problem("finetune.lora_target_modules", None, rule, "give all layers the same adapters")])
+    if tokens := plan.config.finetune.trainable_token_indices:
+        rule = "the table has no rows for trained embeddings of tokens"
+        raise ConfigError([Problem("finetune.trainable_token_indices", tokens, rule, "omit it for this table")])
     # Operations depend only on these coordinates: a few calls for thousands of ranks.
     operations_at = functools.cache(lambda *place: tuple(step_operations(plan, *place)))
     groups: dict[tuple[Operation, ...], list[int]] = {}
