@@ -10,10 +10,11 @@ if __name__ == "__main__":  # before slow imports, during which a signal may arr
     protect_output()
 
 from megatron_llama.cli import main  # noqa: E402
+from megatron_llama.system.errors import leave  # noqa: E402
 
 if __name__ == "__main__":
     if {"-m", "--multirun"} & set(sys.argv[1:]) and not {"-h", "--help"} & set(sys.argv[1:]):
         from megatron_llama.tools.sweep.cli import main as sweep
 
-        sys.exit(sweep(sys.argv[1:]))
-    sys.exit(main(sys.argv[1:]))
+        leave(sweep(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -8,6 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 if __name__ == "__main__":
+    from megatron_llama.system.errors import leave
     from megatron_llama.system.output import protect_output
     from megatron_llama.system.signals import exit_on_signal
 
@@ -15,4 +16,4 @@ if __name__ == "__main__":
     protect_output()
     from megatron_llama.tools.compile.cli import main
 
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

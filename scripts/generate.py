@@ -8,6 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 if __name__ == "__main__":
+    from megatron_llama.system.errors import leave
     from megatron_llama.tools.inference.generate_cli import main
 
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

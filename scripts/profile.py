@@ -17,6 +17,7 @@ if __name__ == "profile":
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from megatron_llama.system.errors import leave
     from megatron_llama.system.output import protect_output
     from megatron_llama.system.signals import exit_on_signal
 
@@ -24,4 +25,4 @@ if __name__ == "__main__":
     protect_output()
     from megatron_llama.tools.profile.cli import main
 
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

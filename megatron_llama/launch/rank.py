@@ -103,7 +103,15 @@ def load_entry(entry: Entry) -> Callable[[Plan], None]:
     if not isinstance(entry, str):
         return entry
     module, _, name = entry.partition(":")
-    function: Callable[[Plan], None] = getattr(import_module(module), name)
+    # megatron.core imports wandb, if it is installed, for 0.3 s and without need.
+    hides_wandb = "wandb" not in sys.modules
+    if hides_wandb:
+        sys.modules["wandb"] = None  # type: ignore[assignment]
+    try:
+        function: Callable[[Plan], None] = getattr(import_module(module), name)
+    finally:
+        if hides_wandb:
+            del sys.modules["wandb"]
     return function
 
 

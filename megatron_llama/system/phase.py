@@ -45,8 +45,7 @@ class PhaseFile:
 
     def read(self) -> Phase:
         """Return the process's current phase."""
-        number, patience, name = os.pread(self.file.fileno(), _RECORD_BYTES, 0).decode(errors="replace").split(" ", 2)
-        return Phase(int(number), name.rstrip(), float(patience))
+        return read_phase(self.file.fileno())
 
     @property
     def awaited(self) -> str:
@@ -103,6 +102,12 @@ def wait_for(collective: str) -> None:
 def awaited() -> str:
     """Return the collective that this process waits in; empty if it does not wait."""
     return _awaited
+
+
+def read_phase(descriptor: int) -> Phase:
+    """Return the phase in an open PhaseFile."""
+    number, patience, name = os.pread(descriptor, _RECORD_BYTES, 0).decode(errors="replace").split(" ", 2)
+    return Phase(int(number), name.rstrip(), float(patience))
 
 
 def _write(descriptor: int, phase: Phase) -> None:

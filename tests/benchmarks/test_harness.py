@@ -37,10 +37,12 @@ from benchmarks.harness.runner import (
 from benchmarks.harness.task import Facts, Layout, TrainingTask, checksum
 from benchmarks.launches import Work, forecast
 from benchmarks.peers import train_ours
+from benchmarks.recovery import START, STOP, Timeline, read_phases
 from benchmarks.studies import STUDIES, Trained
 from benchmarks.train import page
 from megatron_llama import cli
 from megatron_llama.config import ConfigError
+from megatron_llama.system.phase import PhaseFile
 from tests.compiled import needs_compiler
 from tests.cuda.log import Call
 from tests.golden import GoldenFiles
@@ -394,6 +396,18 @@ def run(seconds: float, *losses: float | None) -> Trained:
     """Return a run with 0.5 TFLOP and 100 tokens per step."""
     step = {"tflops_per_device": 0.25, "step_time_s": 2.0}
     return Trained(seconds, [{**step, "consumed_tokens": 100 * n, "val_loss": loss} for n, loss in enumerate(losses)])
+
+
+def test_a_recovery_is_divided_by_the_slowest_rank() -> None:
+    record = PhaseFile()
+    assert read_phases(os.getpid())[os.fstat(record.file.fileno()).st_ino] == record.read().name
+    timeline = Timeline(10.0)
+    timeline.reach(STOP, 11.0)
+    timeline.reach(START, 13.0)
+    phases = ("the start of its process", "importing the program", "meeting the other ranks", "opening the data")
+    for now, name in enumerate((*phases, "step 4", "step 5", "step 6"), 14):
+        timeline.note_phases({1: name, 2: name if name != "step 5" else "step 4"}, float(now))
+    assert timeline.seconds == [1.0, 2.0, 2.0, 1.0, 1.0, 1.0, 0.0, 2.0, 10.0]
 
 
 def test_table_compares_with_the_first_variant_of_the_same_seed() -> None:

@@ -111,7 +111,7 @@ class Campaign:
                 self.interposer.heal()
             self._judge(life, attempt, fault, saved)
             if attempt.status == 0:
-                self._finished(self.lives.pop(layout))
+                self._finished(self.lives.pop(layout), disk_failed=kind == "disk")
         except Broken:
             self._keep(life, attempt)
             raise
@@ -162,8 +162,11 @@ class Campaign:
         finally:
             attempt.kill()
 
-    def _finished(self, life: Life) -> None:
-        """Raise Broken unless a finished run is bit-identical to the undisturbed one; then delete it."""
+    def _finished(self, life: Life, disk_failed: bool = False) -> None:
+        """Raise Broken unless a finished run is bit-identical to the undisturbed one; then delete it.
+
+        ``disk_failed``: a failed disk keeps the draft of a picture until the next start.
+        """
         undisturbed = self.undisturbed[life.layout]
         if life.losses() != undisturbed.losses:
             raise Broken("the losses of the finished run are not the undisturbed one's")
@@ -171,7 +174,8 @@ class Campaign:
         differ = [n for n, tensor in undisturbed.tensors.items() if n not in ours or not torch.equal(ours[n], tensor)]
         if differ or ours.keys() != undisturbed.tensors.keys():
             raise Broken(f"tensors of the finished run differ: {differ[:3]}")
-        if left := life.leftovers():
+        drafts = ".loss.png" if disk_failed else "none"
+        if left := [name for name in life.leftovers() if not name.startswith(drafts)]:
             raise Broken(f"left behind: {left}")
         shutil.rmtree(life.folder)
         life.output.unlink()
