@@ -99,7 +99,7 @@ class Analysis:
 def open_analysis(prefix: str, metric: str, name: str | None, seq_length: int | None, output: str | None) -> Analysis:
     """Build the analysis from the flags. Raises UserError."""
     prefix = prefix.removesuffix(".bin").removesuffix(".idx")
-    dataset, is_sft = IndexedDataset(prefix), os.path.exists(prefix + MASK_SUFFIX + ".idx")
+    dataset, is_sft = IndexedDataset(prefix), files.path_exists(prefix + MASK_SUFFIX + ".idx")
     if is_sft and seq_length is not None:
         raise UserError(f"{prefix} is a fine-tuning dataset, measured per example: remove --seq-length")
     if not is_sft and seq_length is None:

@@ -113,10 +113,9 @@ def main() -> int:
     )
     parser.add_argument("--no-hashes", action="store_true", help="skip the sha256 checks, which are the slowest")
     args = parser.parse_args()
-    from data_prep.lib.dataset import find_problems, read_manifest
-    from megatron_llama.corpus.indexed_format import IndexedDataset
+    from data_prep.lib.dataset import find_problems, open_local, read_manifest
 
-    dataset = IndexedDataset(args.prefix)
+    dataset = open_local(args.prefix)
     manifest = read_manifest(dataset.prefix)
     for line in [*counts(dataset, manifest), *histogram(dataset)]:
         print(line)

@@ -30,6 +30,7 @@ from data_prep.lib.sources import PARTS, split_lines
 from megatron_llama.config.settings import CHAT_TEMPLATES, LABEL_TEMPLATES
 from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import UserError, run_main
+from megatron_llama.system.object_store import hide_credentials, is_url
 
 
 def parser() -> argparse.ArgumentParser:
@@ -98,6 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = [] if args.split is None else args.split.split(",")
     if sizes and (len(sizes) != 2 or not all(size.strip().isdecimal() and int(size) > 0 for size in sizes)):
         problems.append(f"--split {args.split}: write two line counts, such as 4463,1000")
+    if sizes and is_url(args.output_prefix):
+        problems.append(f"--split needs a local --output-prefix, not {hide_credentials(args.output_prefix)}")
     reject(problems)
     assert examples is not None and options is not None, "otherwise there are problems"
     if args.split is None:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.lib.dataset import read_manifest
+from data_prep.lib.dataset import open_local, read_manifest
 from data_prep.lib.encoding_run import publish
 from data_prep.lib.next_command import blend_words, next_command
 from megatron_llama.config.data_settings import MASK_SUFFIX, TEXT_SUFFIX
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.at != sorted(set(args.at)) or args.at[0] < 1:
         given = " ".join(map(str, args.at))
         raise UserError(f"--at must have increasing lengths of at least 1, not {given}")
-    dataset = IndexedDataset(args.prefix)
+    dataset = open_local(args.prefix)
     if Path(dataset.prefix + MASK_SUFFIX + ".idx").exists():
         raise UserError(f"{dataset.prefix} is a fine-tuning set: only datasets of preprocess.py are divided")
     prefixes = output_prefixes(dataset.prefix, args.at)

@@ -8,13 +8,16 @@ unpacks, cuts after line feeds and sends to the workers. The output does not dep
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from data_prep.lib.parquet_csv import part_lines, part_sizes
 from data_prep.lib.records import BOM
 from data_prep.lib.sources import Source, check_unchanged, read_chunks
 from megatron_llama.system.errors import UserError
+from megatron_llama.system.object_store import RemotePath, is_url
 
 
 @dataclass(frozen=True)
@@ -205,14 +208,25 @@ def segment_lines(segment: BlockSegment, source: Source, max_line: int) -> list[
     return lines
 
 
+@contextmanager
+def _pread(source: Source) -> Iterator[Callable[[int, int], bytes]]:
+    """Yield a function that reads (size, position) of a file or an object."""
+    if is_url(source.file):
+        remote = RemotePath(source.file)
+        yield lambda size, position: remote.read_bytes(position, min(position + size, source.size))
+        return
+    with open(source.file, "rb", buffering=0) as file:
+        yield partial(os.pread, file.fileno())
+
+
 def _read_range(source: Source, segment: BlockSegment, max_line: int) -> bytes:
     """Read from the first line that starts in the segment to the end of the last one."""
     try:
-        with open(source.file, "rb", buffering=0) as file:
+        with _pread(source) as pread:
             if source.is_text:
-                return file.read(min(source.size, max_line + 1))
+                return pread(min(source.size, max_line + 1), 0)
             before = min(1, segment.start)
-            data = os.pread(file.fileno(), segment.end - segment.start + before, segment.start - before)
+            data = pread(segment.end - segment.start + before, segment.start - before)
             if before:
                 # A line that spans `start` belongs to the previous segment.
                 first = data.find(b"\n") + 1
@@ -222,7 +236,7 @@ def _read_range(source: Source, segment: BlockSegment, max_line: int) -> bytes:
             chunks = [data]
             position, tail = segment.end, len(data) - data.rfind(b"\n") - 1
             while chunks[-1][-1:] not in (b"\n", b"") and tail <= max_line:
-                chunk = os.pread(file.fileno(), 1 << 18, position)
+                chunk = pread(1 << 18, position)
                 end = chunk.find(b"\n") + 1
                 chunk = chunk[:end] if end else chunk
                 chunks.append(chunk)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from data_prep.lib.blocks import START, BlockPosition
 from data_prep.lib.encoding_run import (
+    SUFFIXES,
     EncodingRun,
     FinishedPart,
     InputRange,
@@ -33,7 +35,8 @@ from data_prep.lib.tokenizer_backends import Encoder, EncoderMismatch
 from data_prep.lib.workspace import KeyCounts, Ledger, Locked, Workspace, read_journal
 from megatron_llama.corpus.indexed_format import CHUNK, MASK_DTYPE, IndexedDataset, token_dtype
 from megatron_llama.system.errors import MachineError, UserError
-from megatron_llama.system.files import read_json, sha256_file
+from megatron_llama.system.files import read_json, read_whole, sha256_file, user_cache
+from megatron_llama.system.object_store import RemotePath, hide_credentials, is_url, location, missing_package
 from megatron_llama.system.tables import format_ranges
 
 MANIFEST_FORMAT = 1
@@ -52,10 +55,56 @@ def make_dataset(
     Raises:
         UserError, MachineError, Stopped: No file has its final name then.
     """
+    if is_url(options.output_prefix):
+        return _make_stored(job, options, encoder, report)
     preparation = _Preparation(job, options, encoder, report)
     if options.part is not None:
         return preparation.encode_part(PreparePart.parse(options.part))
     return preparation.encode_all()
+
+
+def _make_stored(
+    job: PrepareJob, options: RunOptions, encoder: Encoder, report: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """Prepare the datasets in the user's cache and upload them, the manifests last. A rerun resumes there.
+
+    Raises UserError, also if the store cannot be written.
+    """
+    url = options.output_prefix
+    try:
+        target = RemotePath(url).parent
+        if reason := missing_package(url):
+            raise UserError(f"--output-prefix {url} {reason[0]}: {reason[1]}")
+        target.files()
+    except ValueError as error:
+        raise UserError(f"--output-prefix {hide_credentials(url)} {error}") from None
+    except OSError as error:
+        raise UserError(f"--output-prefix {url} cannot be read: {error.strerror}") from None
+    if options.part is not None:
+        raise UserError(
+            "--part: parts on several machines are joined in a shared folder: write a local --output-prefix"
+        )
+    folder = Path(user_cache("prepared")) / hashlib.sha256(str(target).encode()).hexdigest()[:12]
+    folder.mkdir(parents=True, exist_ok=True)
+    local = replace(options, output_prefix=str(folder / url.rpartition("/")[2]))
+    manifest = make_dataset(job, local, encoder, report)
+    try:
+        for name in job.names(url):
+            content = read_whole(folder / f"{name}.json")
+            stored = target / f"{name}.json"
+            if stored.is_file() and stored.read_bytes() == content:
+                continue
+            stored.delete()
+            for suffix in SUFFIXES:
+                (target / f"{name}{suffix}").upload(folder / f"{name}{suffix}")
+            report(f"{target / name}: uploaded; the local copy is in {folder}")
+    except OSError as error:
+        raise UserError(f"{url} cannot be written: {error.strerror}; the same command resumes the upload") from None
+    return manifest
+
+
+def _full_path(path: str) -> str:
+    return path if is_url(path) else os.path.abspath(path)
 
 
 class _Preparation:
@@ -70,10 +119,10 @@ class _Preparation:
 
     def _identity(self) -> dict[str, Any]:
         job, tokenizer = self.job, self.encoder.tokenizer
-        files = [[os.path.abspath(source.path), source.size, source.mtime_ns, source.is_text] for source in job.sources]
+        files = [[_full_path(source.path), source.size, source.mtime_ns, source.is_text] for source in job.sources]
         return {
             "format": MANIFEST_FORMAT,
-            "input": [os.path.abspath(source.path) for source in job.sources][:100],
+            "input": [_full_path(source.path) for source in job.sources][:100],
             "input_state": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
             "json_keys": list(job.keys),
             "tokenizer_library": tokenizer.library,
@@ -293,8 +342,8 @@ class _Preparation:
             "options": self.identity,
             "files_found": len(job.sources) + len(job.not_taken),
             "files_taken": len(job.sources),
-            "files_not_taken": {os.path.abspath(path): reason for path, reason in job.not_taken.items()},
-            "sources": [{"path": os.path.abspath(s.path), "bytes": s.size} for s in job.sources],
+            "files_not_taken": {_full_path(path): reason for path, reason in job.not_taken.items()},
+            "sources": [{"path": _full_path(s.path), "bytes": s.size} for s in job.sources],
             "quarantine": quarantine_file(Path(), self.names).name if ledger.skipped else None,
         }
         if job.chat is not None:
@@ -322,7 +371,7 @@ def read_manifest(prefix: str) -> dict[str, Any] | None:
         UserError: The manifest is damaged or unreadable.
     """
     try:
-        manifest = read_json(Path(prefix + ".json"))
+        manifest = read_json(location(prefix + ".json"))
         if not isinstance(manifest, dict):
             raise ValueError("not a JSON object")
         for name, kinds in _KINDS.items():
@@ -339,6 +388,13 @@ def read_manifest(prefix: str) -> dict[str, Any] | None:
         raise UserError(f"{prefix}.json is damaged: {error}") from None
 
 
+def open_local(prefix: str) -> IndexedDataset:
+    """Open a dataset for a tool that reads all of it. Raises UserError for an object store."""
+    if is_url(prefix):
+        raise UserError(f"{prefix} is in an object store: copy the dataset first")
+    return IndexedDataset(prefix)
+
+
 def find_problems(dataset: IndexedDataset, manifest: dict[str, Any] | None, check_hashes: bool) -> Iterator[str]:
     """Yield one message per error in a dataset. Reads the files once, in chunks."""
     index = dataset.index
@@ -353,7 +409,7 @@ def find_problems(dataset: IndexedDataset, manifest: dict[str, Any] | None, chec
         if wrong.any():
             yield f"sequence {start + int(np.argmax(wrong))} does not start at the end of the previous one"
         end += int(sizes.sum())
-    size = dataset.bin_path.stat().st_size
+    size = dataset.bin_size
     if end != size:
         yield f"{dataset.bin_path.name} has {size:,} bytes; the index requires {end:,}"
     indices = index.document_indices
@@ -394,7 +450,7 @@ def _against_manifest(dataset: IndexedDataset, manifest: dict[str, Any], check_h
         starts = index.pointers[index.lengths > 0] // index.dtype.itemsize
         if (dataset.tokens[starts] != manifest["bos"]).any():
             yield f"document {int(np.argmax(dataset.tokens[starts] != manifest['bos']))} does not begin with BOS"
-    for suffix, path in ((".bin", dataset.bin_path), (".idx", dataset.idx_path)):
+    for suffix, path in ((".bin", Path(str(dataset.bin_path))), (".idx", dataset.idx_path)):
         expected = manifest.get("sha256", {}).get(suffix)
         if check_hashes and expected and sha256_file(path) != expected:
             yield f"{path.name} was changed: its sha256 differs from the manifest's"

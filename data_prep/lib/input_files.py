@@ -10,15 +10,27 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import PurePosixPath
 from typing import Any
 
 from data_prep.lib.job import collect, reject
 from data_prep.lib.parquet_csv import is_columnar
 from data_prep.lib.records import BOM, loads, parse_line
-from data_prep.lib.sources import STDIN, Source, compression_of, describe_unsupported, inspect, read_chunks, unpack
+from data_prep.lib.sources import (
+    STDIN,
+    Source,
+    compression_of,
+    describe_unsupported,
+    inspect,
+    open_input,
+    read_chunks,
+    unpack,
+)
 from megatron_llama.config.data_settings import RAW_DATA_SUFFIXES, TABLE_SUFFIXES, strip_compression
 from megatron_llama.config.hub import DATASET, download_hint, resolve_hub_name
 from megatron_llama.system.errors import UserError
+from megatron_llama.system.files import file_size
+from megatron_llama.system.object_store import RemotePath, hide_credentials, is_url, location, missing_package
 from megatron_llama.text.conversation import RecordError
 
 TEXT_SUFFIXES = (".txt",)
@@ -73,7 +85,7 @@ def find_sources(
     real_paths: set[str] = set()
     problems: list[str] = []
     for path_or_pattern in patterns:
-        pattern = resolve_hub_name(path_or_pattern, DATASET)
+        pattern = path_or_pattern if is_url(path_or_pattern) else resolve_hub_name(path_or_pattern, DATASET)
         collect(problems, partial(_add_sources, inputs, real_paths, pattern, texts, suffixes, arrays))
     reject(problems)
     return inputs
@@ -88,7 +100,9 @@ def _add_sources(
     arrays: bool,
 ) -> None:
     """Add the files of a path or pattern to ``inputs``, and to ``real_paths`` where they are. Raises UserError."""
-    if os.path.isdir(pattern):
+    if is_url(pattern):
+        paths, reasons = _in_store(pattern, suffixes)
+    elif os.path.isdir(pattern):
         paths, reasons = _in_folder(pattern, suffixes)
     elif pattern == STDIN or os.path.exists(pattern):
         paths, reasons = ["/dev/stdin" if pattern == STDIN else pattern], {}
@@ -104,7 +118,7 @@ def _add_sources(
             ". ".join([f"{pattern} has no supported file ({', '.join(suffixes)}, optionally compressed)", *others])
         )
     for path in taken:
-        real = os.path.realpath(path)
+        real = path if is_url(path) else os.path.realpath(path)
         if real in real_paths:
             raise UserError(f"{path} occurs twice in --input: list each file once")
         real_paths.add(real)
@@ -130,6 +144,29 @@ def _in_folder(folder: str, suffixes: tuple[str, ...]) -> tuple[list[str], dict[
                 paths.append(path)
     reasons |= not_chosen(folder, sorted(paths))
     return sorted(path for path in paths if path not in reasons), reasons
+
+
+def _in_store(pattern: str, suffixes: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
+    """Return (supported objects of a URL, a folder's URL or a pattern, sorted; ignored ones with reasons)."""
+    try:
+        remote = RemotePath(pattern)
+        if problem := missing_package(pattern):
+            raise UserError(f"--input {pattern} {problem[0]}: {problem[1]}")
+        is_pattern = glob.has_magic(pattern)
+        if not is_pattern and remote.is_file():
+            return [pattern], {}
+        start = re.split(r"[^/]*[*\[]", pattern)[0].rstrip("/") if is_pattern else remote.url
+        paths = sorted(f"{start}/{name}" for name in RemotePath(start).files())
+    except ValueError as error:
+        raise UserError(f"--input {hide_credentials(pattern)} {error}") from None
+    except OSError as error:
+        raise UserError(f"cannot read --input {pattern}: {error.strerror}") from None
+    if is_pattern:
+        paths = [path for path in paths if PurePosixPath(path).match(pattern)]
+    if not paths:
+        raise UserError(f"--input {pattern} does not exist: there is no such object")
+    reasons = {path: reason for path in paths if (reason := _reason(path, suffixes))}
+    return [path for path in paths if path not in reasons], reasons
 
 
 def _is_loop(base: str, name: str) -> bool:
@@ -205,9 +242,9 @@ def _begins_with_record(path: str) -> bool:
 
 def _is_one_value(path: str, arrays: bool) -> bool:
     """Whether a small .json file is one JSON value over several lines, such as a configuration."""
-    if not path.lower().endswith(".json") or os.path.getsize(path) > ONE_VALUE_MAX_BYTES:
+    if not path.lower().endswith(".json") or file_size(location(path)) > ONE_VALUE_MAX_BYTES:
         return False
-    with open(path, "rb") as file:
+    with open_input(path) as file:
         data = file.read().strip()
     if b"\n" not in data:
         return False

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-import os
 from collections.abc import Iterator
 from typing import Any
 
 from data_prep.lib.records import BOM, dump_texts
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.installed import pip_install
+from megatron_llama.system.object_store import RemotePath, is_url
 
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 STREAM_END = ARROW_STREAM + bytes(4)
@@ -72,19 +72,20 @@ def _opened(path: str, kind: str) -> Iterator[Any]:
     except ImportError:
         raise UserError(f"{path} is {kind} and needs pyarrow: {pip_install(extra='parquet')}") from None
     try:
+        source: Any = pyarrow.PythonFile(RemotePath(path).open(), "r") if is_url(path) else path
         if kind == "parquet":
             with pyarrow.parquet.ParquetFile(
-                path, page_checksum_verification=True, pre_buffer=False, buffer_size=BUFFER_BYTES
+                source, page_checksum_verification=True, pre_buffer=False, buffer_size=BUFFER_BYTES
             ) as file:
                 _check_names(path, file.schema_arrow.names)
                 yield file
             return
-        with pyarrow.memory_map(path) as data:
+        with source if is_url(path) else pyarrow.memory_map(path) as data:
             if data.read(len(ARROW_FILE)) == ARROW_FILE:
                 reader = pyarrow.ipc.open_file(data)
             else:
                 # The stream of a killed writer has no end marker; pyarrow would accept it.
-                data.seek(max(0, os.path.getsize(path) - len(STREAM_END)))
+                data.seek(max(0, data.size() - len(STREAM_END)))
                 if data.read() != STREAM_END:
                     raise UserError(
                         f"{path} is truncated: its Arrow stream has no end. Write it again, or remove it from --input"

@@ -28,8 +28,9 @@ from data_prep.lib.parquet_csv import is_columnar, part_lines, part_sizes, row_l
 from data_prep.lib.records import BOM, element_lines
 from megatron_llama.config.data_settings import COLUMNAR_SUFFIXES, COMPRESSION_SUFFIXES, CSV_SUFFIXES, strip_compression
 from megatron_llama.system.errors import UserError
-from megatron_llama.system.files import atomic_open
+from megatron_llama.system.files import atomic_open, open_regular
 from megatron_llama.system.installed import pip_install
+from megatron_llama.system.object_store import RemotePath, is_url
 
 CHUNK_BYTES = 1 << 17
 LARGEST_PART = 1 << 28
@@ -53,6 +54,7 @@ class Source:
     size: int
     """Bytes on disk."""
     mtime_ns: int
+    """Or a number for the version of an object, or for a pipe's content."""
     compression: str
     """``gzip``, ``zstd``, ``xz``, ``bz2`` or empty."""
     kind: str = "lines"
@@ -91,6 +93,9 @@ def inspect(path: str, text_suffixes: tuple[str, ...]) -> Source:
         UserError: The file is unreadable, unsupported or visibly damaged.
     """
     try:
+        if is_url(path):
+            size, state = _object_state(path)
+            return _typed(path, size, state, RemotePath(path).read_bytes(0, min(size, _HEAD_BYTES)), text_suffixes)
         status = os.stat(path)
         reads_once = any(test(status.st_mode) for test in (stat.S_ISFIFO, stat.S_ISSOCK, stat.S_ISCHR))
         copy, digest = store_pipe(path) if reads_once else (None, 0)
@@ -101,12 +106,30 @@ def inspect(path: str, text_suffixes: tuple[str, ...]) -> Source:
             head = file.read(_HEAD_BYTES)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
+    return _typed(path, status.st_size, digest or status.st_mtime_ns, head, text_suffixes, copy)
+
+
+def open_input(path: str) -> BinaryIO:
+    """Open a file, or an object by ranges of a few MiB. Raises OSError."""
+    return open_regular(RemotePath(path)) if is_url(path) else open(path, "rb")
+
+
+def _object_state(path: str) -> tuple[int, int]:
+    """Return size and a number for the version of an object, in place of a file's mtime. Raises OSError."""
+    facts = RemotePath(path).facts()
+    return facts.size, int.from_bytes(hashlib.sha256(facts.version.encode()).digest()[:7], "big")
+
+
+def _typed(
+    path: str, size: int, state: int, head: bytes, text_suffixes: tuple[str, ...], copy: str | None = None
+) -> Source:
+    """Return the source whose content starts with ``head``. Raises UserError."""
     unsupported = describe_unsupported(head)
     if unsupported and not (strip_compression(path).endswith(text_suffixes) and not head.startswith(_POINTER)):
         raise UserError(f"{path} is {unsupported}")
     compression = compression_of(head)
     kind = _kind(path, head, compression, text_suffixes)
-    source = Source(path, status.st_size, digest or status.st_mtime_ns, compression, kind, stored_at=copy)
+    source = Source(path, size, state, compression, kind, stored_at=copy)
     if kind in ("parquet", "arrow"):
         source = replace(source, in_parts=max(part_sizes(source.file, kind), default=0) <= LARGEST_PART)
     return source
@@ -182,7 +205,7 @@ def _columnar_chunks(source: Source) -> Iterator[tuple[bytes, int]]:
 
 
 def _unpacked_chunks(source: Source) -> Generator[tuple[bytes, int], None, None]:
-    with open(source.file, "rb") as file:
+    with open_input(source.file) as file:
         if source.compression:
             yield from unpack(source.path, source.compression, file)
         while chunk := file.read(1 << 20):  # a compressed file is at its end
@@ -210,8 +233,12 @@ def check_unchanged(source: Source) -> None:
     """Raise UserError if the file was changed since it was inspected."""
     if source.stored_at is not None:
         return
-    status = Path(source.path).stat()
-    if (status.st_size, status.st_mtime_ns) != (source.size, source.mtime_ns):
+    if is_url(source.path):
+        state = _object_state(source.path)
+    else:
+        status = Path(source.path).stat()
+        state = status.st_size, status.st_mtime_ns
+    if state != (source.size, source.mtime_ns):
         raise UserError(f"{source.path} changed while it was read: rerun when no process writes to it")
 
 

@@ -15,6 +15,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence, Set
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +25,8 @@ from megatron_llama.config.limits import at_least, is_weight, one_of
 from megatron_llama.config.problems import Problem, closest_match, format_value, quote_value
 from megatron_llama.config.settings import Config, DataConfig
 from megatron_llama.config.settings_table import settings_of
-from megatron_llama.system.files import read_json
+from megatron_llama.system.files import path_exists, read_json
+from megatron_llama.system.object_store import RemotePath, is_url
 
 CSV_SUFFIXES, COLUMNAR_SUFFIXES, TABLE_SUFFIXES = (".csv",), (".parquet", ".arrow"), (".tsv",)
 RAW_DATA_SUFFIXES = (".jsonl", ".json", ".ndjson", *CSV_SUFFIXES, *COLUMNAR_SUFFIXES)
@@ -174,9 +176,20 @@ def expand_patterns(paths: Iterable[str]) -> list[str]:
     expanded: list[str] = []
     for path in paths:
         matches = sorted(glob.glob(path + ".idx")) if glob.has_magic(path) and not os.path.exists(path + ".idx") else []
+        if is_url(path) and glob.has_magic(path):
+            matches = _stored_matches(path + ".idx")
         names = [match.removesuffix(".idx") for match in matches]
         expanded += [name for name in names if not name.endswith(MASK_SUFFIX)] or [path]
     return expanded
+
+
+def _stored_matches(pattern: str) -> list[str]:
+    """Return the objects whose names match a pattern; none if the store cannot be read, which a rule reports."""
+    try:
+        folder = RemotePath(pattern).parent
+        return sorted(str(folder / name) for name in folder.files() if fnmatch(name, pattern.rpartition("/")[2]))
+    except (OSError, ValueError, ImportError):
+        return []
 
 
 def same_names(paths: Sequence[Any], first: dict[tuple[int, int], str]) -> list[Any]:
@@ -198,8 +211,11 @@ def same_names(paths: Sequence[Any], first: dict[tuple[int, int], str]) -> list[
 
 def complete_prefix(path: str, kind: str) -> str:
     """Return ``path``, or the dataset that data_prep wrote if ``path`` is the value of its ``--output-prefix``."""
-    whole = path + (SFT_SUFFIX if kind == "sft" else TEXT_SUFFIX)
-    return whole if os.path.exists(whole + ".idx") and not os.path.exists(path + ".idx") else path
+    suffix = SFT_SUFFIX if kind == "sft" else TEXT_SUFFIX
+    if is_url(path) and path.endswith(suffix):
+        return path  # without a request
+    whole = path + suffix
+    return whole if path_exists(whole + ".idx") and not path_exists(path + ".idx") else path
 
 
 def datasets_named(prefix: str) -> list[str]:
@@ -236,7 +252,7 @@ def resolve_raw_data(path: str) -> str:
 
     An indexed dataset of that name takes precedence.
     """
-    if os.path.exists(path + ".idx"):
+    if is_url(path) or os.path.exists(path + ".idx"):
         return path
     folder = resolve_hub_name(path, DATASET)
     return os.path.join(folder, "") if os.path.isdir(folder) else path

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_llama.system.object_store import hide_credentials
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.wrapping import WIDTH, escape_controls, fill
 
@@ -142,7 +143,7 @@ def format_problems(problems: ConfigError | Sequence[Problem], subject: str = "T
             likewise = "; likewise the others" if len(alike) > 1 else ""
             lines.append(fill("    rule     ", name_commands(shorten(alike[0].rule)) + likewise))
         blocks.append("\n".join([*lines, fill("    instead  ", name_commands(shorten(instead)))]))
-    return escape_controls("\n\n".join(blocks))
+    return escape_controls(hide_credentials("\n\n".join(blocks)))
 
 
 def _setting_line(problem: Problem) -> str:
@@ -167,7 +168,7 @@ def merge_problems(problems: Iterable[Problem]) -> list[str]:
             setting = f"{first.field}={shorten(format_value(first.value))}: "
             reasons.append(f"{'' if setting == before else setting}{shorten(first.rule)}{likewise}")
             before = "" if others else setting
-        messages.append("; ".join([*reasons, shorten(instead)]))
+        messages.append(hide_credentials("; ".join([*reasons, shorten(instead)])))
     return messages
 
 

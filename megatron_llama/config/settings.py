@@ -201,9 +201,10 @@ class DataConfig:
     mock: bool = False
     """Random tokens of the model's vocabulary instead of files."""
     prefixes: Annotated[list[Any], blend()] = field(default_factory=list)
-    """Indexed datasets: paths without .bin/.idx, or weight, path, weight, path, ... for a blend, with weights as shares
-    of the samples. Without weights also patterns, e.g. corpora/*_text_document. For sft also raw data files and folders
-    (.jsonl, .parquet, .csv, .tsv, ...) and datasets of the Hugging Face hub, which the run prepares at its start."""
+    """Indexed datasets: paths or URLs without .bin/.idx, or weight, path, weight, path, ... for a blend, with weights as
+    shares of the samples. Without weights also patterns, e.g. corpora/*_text_document. For sft also raw data files and
+    folders (.jsonl, .parquet, .csv, .tsv, ...) and datasets of the Hugging Face hub, which the run prepares at its
+    start."""
     schedule: Annotated[list[Any], blend_schedule()] = field(default_factory=list)
     """Later blends: [{samples: 100000, prefixes: [0.3, one, 0.7, two]}, ...], each from that consumed sample on, with
     ascending samples. Each dataset continues at its position. Validation uses the first blend. For pretraining."""
@@ -238,7 +239,10 @@ class DataConfig:
     """Special tokens to add after add_tokens: only a chat template writes them, and decoded text omits them."""
     cache_dir: str | None = None
     """Folder for shuffle and sample indices and for prepared raw data files. Derived: index_cache in the first
-    dataset's folder; for raw data ~/.cache/megatron_llama/data."""
+    dataset's folder; for raw data ~/.cache/megatron_llama/data, for object stores index_cache there."""
+    cache_gib: Annotated[float, at_least(0)] = 100.0
+    """Disk space in GiB for parts of datasets in object stores, for all runs of a host. The parts that were not used
+    for the longest time are removed. docs/guides/data/object_stores.md"""
     prepare: str | None = None
     """Command that makes the dataset; shown if the dataset is missing."""
 

@@ -2,7 +2,7 @@
 
 A run's files of up to WHOLE_BYTES together are hashed completely. Of larger ones, all files have the same limit. Of a
 file above it, blocks of that size in total are hashed, evenly distributed from the first to the last byte: a change
-between these blocks is not noticed.
+between these blocks is not noticed. Of files in an object store, versions are hashed instead.
 
 The cache is in the user's cache folder, so the dataset's folder may be read-only. A file is hashed again if its inode,
 size, modification time or change time differ. Without a writable cache each start hashes again.
@@ -26,6 +26,7 @@ from megatron_llama.config.data_settings import MASK_SUFFIX
 from megatron_llama.system import phase
 from megatron_llama.system.files import open_regular, read_json, user_cache, write_atomically
 from megatron_llama.system.limits import usable_cores
+from megatron_llama.system.object_store import RemotePath, is_url
 
 BLOCK = 16 << 20
 WHOLE_BYTES = 16 << 30
@@ -36,14 +37,32 @@ SETTLED_SECONDS = 2.0
 _REPORT_SECONDS = 10.0
 _MAX_CACHE_BYTES = 1 << 16
 _DIGEST_BYTES = 16
+_SUFFIXES = (".bin", ".idx", MASK_SUFFIX + ".bin", MASK_SUFFIX + ".idx")
 
 
 def content_facts(prefixes: Sequence[str]) -> dict[str, dict[str, str]]:
     """Return {prefix: {key: hash}} of a run's datasets. Raises OSError.
 
-    The key is ``content``, or ``content_<MiB>`` if this part of a file is hashed. The part depends on the other
-    datasets, so hashes of two runs can be compared only if their keys agree.
+    The key is ``content``, or ``content_<MiB>`` if this part of a file is hashed, or ``version`` for an object store.
+    The part depends on the other datasets, so hashes of two runs can be compared only if their keys agree.
     """
+    hashes = _hashed([prefix for prefix in prefixes if not is_url(prefix)])
+    return {prefix: hashes.get(prefix) or {"version": _version_hash(prefix)} for prefix in prefixes}
+
+
+def _version_hash(prefix: str) -> str:
+    """Return the hash of sizes and versions of a dataset's objects."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for suffix in _SUFFIXES:
+        path = RemotePath(prefix + suffix)
+        if suffix in (".bin", ".idx") or path.is_file():
+            facts = path.facts()
+            digest.update(f"{suffix} {facts.size} {facts.version}\n".encode())
+    return digest.hexdigest()
+
+
+def _hashed(prefixes: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return the content hashes of datasets on local disks."""
     sizes = {prefix: [path.stat().st_size for path in _files(prefix).values()] for prefix in prefixes}
     limit = WHOLE_BYTES
     while limit > 2 * BLOCK and sum(min(size, limit) for files in sizes.values() for size in files) > WHOLE_BYTES:
@@ -55,7 +74,7 @@ def content_facts(prefixes: Sequence[str]) -> dict[str, dict[str, str]]:
 
 def _files(prefix: str) -> dict[str, Path]:
     """Return the files of a dataset by suffix: .bin and .idx, and its loss masks if it has any."""
-    paths = {suffix: Path(prefix + suffix) for suffix in (".bin", ".idx", MASK_SUFFIX + ".bin", MASK_SUFFIX + ".idx")}
+    paths = {suffix: Path(prefix + suffix) for suffix in _SUFFIXES}
     return {suffix: path for suffix, path in paths.items() if suffix in (".bin", ".idx") or path.exists()}
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from megatron_llama.corpus.indexed_format import Index, IndexedDataset, dataset_facts, same_dataset
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json
+from megatron_llama.system.object_store import is_url
 
 MANIFEST = "index.json"
 FOLDER_SUFFIX = "_metrics"
@@ -32,8 +33,12 @@ def index_folder(prefix: str, metric: str, seq_length: int | None, root: str | N
     Args:
         seq_length: Sequence length; None for a fine-tuning dataset.
         root: Parent folder, if not the dataset's folder.
+
+    Raises UserError for an object store without ``root``.
     """
     path = Path(prefix + FOLDER_SUFFIX)
+    if root is None and is_url(prefix):
+        raise UserError(f"the index of {prefix} needs a local folder: write --output, and index in data.curriculum")
     name = metric if seq_length is None else f"{metric}-{seq_length}"
     return (Path(root) / path.name if root else path) / name
 

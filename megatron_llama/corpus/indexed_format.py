@@ -9,6 +9,8 @@ PREFIX.bin contains the tokens of all sequences. PREFIX.idx has 34 + 12 N + 8 M 
     N int64      byte offsets into the .bin (pointers)
     M int64      document indices: the first sequence of each document
 
+Both may be in an object store: the .idx is then mirrored, and the .bin is read through a cache (block_cache.py).
+
 An empty document repeats its index and has no sequence. Both files are identical to the output of megatron-core's
 IndexedDatasetBuilder (tests/data_prep/test_inputs.py).
 """
@@ -19,13 +21,16 @@ import hashlib
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
+from megatron_llama.corpus.block_cache import CachedObject, CachedTokens
 from megatron_llama.system.errors import UserError
-from megatron_llama.system.files import open_regular, read_json
+from megatron_llama.system.files import file_size, mirror, open_regular, read_json
+from megatron_llama.system.object_store import RemotePath, is_url, location, missing_package
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -74,7 +79,7 @@ def read_index(prefix: str) -> Index:
         OSError: The file cannot be read.
         UserError: The file is not a Megatron index, or its size does not match its header.
     """
-    path = Path(prefix + ".idx")
+    path = local_file(prefix + ".idx")
     with open_regular(path) as file:
         header = file.read(HEADER.size)
     if len(header) < HEADER.size or not header.startswith(MAGIC):
@@ -99,8 +104,22 @@ def read_index(prefix: str) -> Index:
     )
 
 
+def local_file(path: str) -> Path:
+    """Return a path, or the local copy of an object. Raises OSError, or UserError if its store cannot be used."""
+    return _mirrored(path) if is_url(path) else Path(path)
+
+
+@cache
+def _mirrored(url: str) -> Path:
+    """Return the local copy of an object; it is the same one until this process ends."""
+    remote = RemotePath(url)
+    if reason := missing_package(url):
+        raise UserError(f"{url} {reason[0]}: {reason[1]}")
+    return mirror(remote)
+
+
 class IndexedDataset:
-    """PREFIX.bin and PREFIX.idx, memory-mapped."""
+    """PREFIX.bin and PREFIX.idx, memory-mapped; of a store, the .bin is read by blocks."""
 
     def __init__(self, prefix: str) -> None:
         """``prefix`` with or without .bin or .idx.
@@ -110,18 +129,26 @@ class IndexedDataset:
             UserError: A file is missing, or the index is invalid.
         """
         self.prefix = prefix.removesuffix(".bin").removesuffix(".idx")
-        self.bin_path, self.idx_path = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
+        self.bin_path, self.idx_path = location(self.prefix + ".bin"), local_file(self.prefix + ".idx")
         for path in (self.bin_path, self.idx_path):
             if not path.is_file():
                 raise UserError(f"there is no {path}")
         self.index = read_index(self.prefix)
         dtype = self.index.dtype
-        size = self.bin_path.stat().st_size
-        if size % dtype.itemsize:
-            raise UserError(f"{self.bin_path} has {size:,} bytes, not a multiple of {dtype.itemsize} bytes per token")
-        has_tokens = size > 0
-        self.tokens: np.ndarray = np.memmap(self.bin_path, dtype, "r") if has_tokens else np.zeros(0, dtype)
-        """All tokens, [tokens] of ``index.dtype``."""
+        content = CachedObject(self.bin_path) if isinstance(self.bin_path, RemotePath) else None
+        self.version = RemotePath(self.prefix + ".idx").facts().version if content is not None else None
+        """Version of the index's object; None of a local file."""
+        self.bin_size = file_size(self.bin_path) if content is None else content.facts.size
+        """Bytes of the .bin."""
+        if self.bin_size % dtype.itemsize:
+            rule = f"has {self.bin_size:,} bytes, not a multiple of {dtype.itemsize} bytes per token"
+            raise UserError(f"{self.bin_path} {rule}")
+        self.tokens: Any = np.zeros(0, dtype)
+        """All tokens, [tokens] of ``index.dtype``: an array, or CachedTokens of a store."""
+        if content is not None:
+            self.tokens = CachedTokens(content, dtype)
+        elif self.bin_size:
+            self.tokens = np.memmap(str(self.bin_path), dtype, "r")
 
     def __len__(self) -> int:
         """Return the number of documents, empty ones included."""
@@ -190,15 +217,13 @@ def dataset_facts(prefix: str) -> dict[str, Any]:
     Raises OSError or ValueError.
     """
     dataset = IndexedDataset(prefix)
-    size = dataset.bin_path.stat().st_size
-    digest = hashlib.sha256()
-    for path, starts in ((dataset.idx_path, (0,)), (dataset.bin_path, (0, max(0, size - _SAMPLED_BYTES)))):
-        with path.open("rb") as file:
-            for start in starts:
-                file.seek(start)
-                digest.update(file.read(_SAMPLED_BYTES))
-    manifest = Path(prefix + ".json")  # missing if another program made the dataset
-    described = read_json(manifest) if manifest.exists() else {}
+    size, sampled = dataset.bin_size, _SAMPLED_BYTES // dataset.index.dtype.itemsize
+    with dataset.idx_path.open("rb") as file:
+        digest = hashlib.sha256(file.read(_SAMPLED_BYTES))
+    for start in (0, max(0, len(dataset.tokens) - sampled)):
+        digest.update(dataset.tokens[start : start + sampled].tobytes())
+    manifest = location(prefix + ".json")  # missing if another program made the dataset
+    described = read_json(manifest) if manifest.is_file() else {}
     return {
         "sequences": len(dataset.index),
         "tokens": dataset.index.tokens(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, cast
@@ -18,6 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megatron_llama.arch.pattern import Pattern, pattern_of
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.data_settings import list_paths
+from megatron_llama.corpus.block_cache import set_limit
 from megatron_llama.data.finetuning_set import PADDING, SFTDataset, build_sft, graded_examples
 from megatron_llama.data.graded_order import Graded, Level, cut_sample, level_at, levels_of
 from megatron_llama.data.mock import MockDataset
@@ -33,8 +36,11 @@ from megatron_llama.parallel.groups import broadcast_from_rank_0
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import BatchSchedule, RunPosition, SequenceCut, TokenSchedule, sequence_cut_at
 from megatron_llama.system import phase
+from megatron_llama.system.object_store import is_url
 from megatron_llama.topology import Topology
 
+READERS = 16
+"""Threads that read the samples of a batch from an object store."""
 MOCK_EXAMPLES = 4
 """Mock examples in a packed sequence."""
 
@@ -94,8 +100,15 @@ class Batches:
         size = self.plan.config.trainer.micro_batch_size
         first = consumed_samples + self.topology.place["dp"] * size
         starts = range(first, self.following(consumed_samples), self.topology.grid.divisor("samples") * size)
+        if not self.plan.config.data.mock and any(is_url(path) for _, path in list_paths(self.plan.config.data)):
+            self._read_together([start + number for start in starts for number in range(size)])
         cut, ltd_length = self._cut_at(consumed_samples), self._ltd_length(consumed_samples)
         return [self._micro_batch(range(start, start + size), cut, ltd_length) for start in starts]
+
+    def _read_together(self, indices: Sequence[int]) -> None:
+        """Read samples concurrently, so that the cache of their object store has them (corpus/block_cache.py)."""
+        with ThreadPoolExecutor(min(READERS, len(indices))) as pool:
+            list(pool.map(self.samples.__getitem__, indices))
 
     def positions_by_shape(self) -> dict[SequenceCut | None, int]:
         """Return the position of one global batch per sequence shape; of the largest batch, if there is one shape."""
@@ -263,6 +276,7 @@ def _curriculum_lines(samples: Samples, end: int) -> Iterator[str]:
 def build_data(plan: Plan, topology: Topology, device: torch.device, pin_memory: bool = False) -> Data:
     """Build the run's data. All ranks must call it. Raises ConfigError on all ranks if a dataset cannot be used."""
     trainer = plan.config.trainer
+    set_limit(plan.config.data.cache_gib)
     train_samples = plan.batches.after(trainer.steps).samples
     # Ahead-of-time compilation replaces the validation set by mock data, of which one batch is enough.
     validation_samples = (trainer.val_steps or 1) * trainer.global_batch_size if trainer.val_every_steps else 0

@@ -23,7 +23,8 @@ from megatron_llama.config.settings import DataConfig
 from megatron_llama.corpus.indexed_format import CHUNK, MASK_DTYPE, Index, IndexedDataset, read_index
 from megatron_llama.corpus.splits import SPLITS, split_range
 from megatron_llama.system.errors import UserError
-from megatron_llama.system.files import read_json
+from megatron_llama.system.files import file_size, read_json
+from megatron_llama.system.object_store import location
 from megatron_llama.text.tokenizer import tokenizer_file, tokenizer_sha256, vocabulary_size
 
 _SAMPLED_BYTES = 64 << 20  # ids checked at the start of a .bin
@@ -61,7 +62,7 @@ def check_data(config: Config) -> list[Problem]:
 
 def _largest_id(dataset: IndexedDataset) -> int:
     """Return the largest id in the first _SAMPLED_BYTES of a dataset. Raises UserError if the files are damaged."""
-    size, needed = dataset.bin_path.stat().st_size, _check_index(dataset)
+    size, needed = dataset.bin_size, _check_index(dataset)
     if size != needed:
         raise UserError(f"{dataset.bin_path} has {size:,} bytes, but {dataset.idx_path} requires {needed:,}")
     if not needed:
@@ -119,10 +120,10 @@ def _tokenizer_problems(config: Config, file: Path, tokens: int | None) -> list[
 
 def _tokenizer_mismatch(prefix: str, data: DataConfig, sha256: str) -> list[Problem]:
     """Return a problem if the dataset's manifest has another tokenizer. Datasets of other programs have no manifest."""
-    manifest = Path(prefix + ".json")
-    if not manifest.exists():
-        return []
+    manifest = location(prefix + ".json")
     try:
+        if not manifest.is_file():
+            return []
         content = read_json(manifest)
         expected, tokens = content.get("tokenizer_sha256"), NewTokens.of(content.get("options") or {})
     except (OSError, ValueError, AttributeError) as error:
@@ -240,7 +241,7 @@ def mask_problem(prefix: str, index: Index) -> str | None:
     lengths, mask_prefix = index.lengths, prefix + MASK_SUFFIX
     try:
         masks = read_index(mask_prefix)
-        size = Path(mask_prefix + ".bin").stat().st_size
+        size = file_size(location(mask_prefix + ".bin"))
     except (OSError, ValueError) as error:
         return f"has no readable loss masks: {error}"
     if masks.dtype != MASK_DTYPE or not np.array_equal(masks.lengths, lengths):

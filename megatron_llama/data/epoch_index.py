@@ -93,7 +93,9 @@ def open_epoch(
         OSError: the files do not exist and cannot be written.
     """
     stat = dataset.idx_path.stat()
-    made_of = (VERSION, stat.st_size, stat.st_mtime_ns, *span, seq_length, seed, epoch)
+    # Each host of a run has a local copy of an object; they share the order by the object's version.
+    version = dataset.version or stat.st_mtime_ns
+    made_of = (VERSION, stat.st_size, version, *span, seq_length, seed, epoch)
     digest = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
     folder = cache / f"{Path(dataset.prefix).name}-epoch{epoch}-{digest}"
     loaded = _load(folder)

@@ -256,8 +256,8 @@ def build_graded(
     for metric in metrics:
         metric_parts = []
         for part in parts:
-            folder = index_folder(part.prefix, metric.metric, seq_length, metric.index)
             try:
+                folder = index_folder(part.prefix, metric.metric, seq_length, metric.index)
                 full = open_difficulty_index(folder, part.prefix)
             except (OSError, ValueError) as error:
                 flag = "" if seq_length is None else f" --seq-length {seq_length}"

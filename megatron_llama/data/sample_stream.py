@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.data_settings import list_paths
 from megatron_llama.corpus import splits
 from megatron_llama.corpus.blend import MEGATRON, BlendSegment, BlendTimeline, same_shares, segments_from_json
 from megatron_llama.corpus.difficulty_index import unit_range
@@ -35,6 +36,7 @@ from megatron_llama.parallel.groups import raise_on_all_ranks, sync_errors
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import indexed_metrics
 from megatron_llama.system.errors import machine_fault
+from megatron_llama.system.object_store import is_url
 
 CACHED_EPOCHS = 2  # a global batch may extend into the next epoch
 
@@ -181,6 +183,9 @@ def resume_streams(
         return SampleStream(timeline, datasets), validation
     assert first.shuffled is not None
     shuffled = first.shuffled if current.order == MEGATRON else 0
+    if stored := [path for _, path in list_paths(plan.config.data) if is_url(path)]:
+        rule = "is in an object store, and this checkpoint's sample order (megatron-core's) needs local files"
+        raise ConfigError([Problem("data.prefixes", stored[0], rule, "copy the dataset, and write its local path")])
     for name in ("document_mask", "eod_mask_loss"):
         if getattr(plan.config.data, name):
             rule = "needs document boundaries, which this checkpoint's sample order (megatron-core's) does not have"

@@ -27,6 +27,7 @@ from megatron_llama.devices import NAMES, Device, device_named, find_device
 from megatron_llama.plan.derive import FINETUNING_LR, PREFERENCE_LR, PRETRAINING_LR, default_lr
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.stage_split import check_split
+from megatron_llama.system.files import path_exists
 from megatron_llama.system.tables import gib
 
 CHOSEN = ("data.seq_length", "trainer.precision", "trainer.compile")
@@ -120,7 +121,7 @@ def _choose_validation(config: Config, saved: Mapping[str, Any]) -> Iterator[str
         before = saved.get("data.validation_prefixes")
         if not isinstance(before, list) or [*map(_base, before)] != [*map(_base, held_out)]:
             return
-    if all(os.path.exists(f"{path}.idx") for path in held_out):
+    if all(path_exists(f"{path}.idx") for path in held_out):
         data.validation_prefixes = held_out
         yield f"data.validation_prefixes={format_value(held_out)}: held out by data_prep/sft.py --split"
 

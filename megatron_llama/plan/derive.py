@@ -20,6 +20,7 @@ from megatron_llama.plan.data_schedules import BatchSchedule
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.stage_split import balance_layers, head_cost_in_layers, split_layers
 from megatron_llama.system.files import user_cache
+from megatron_llama.system.object_store import is_url
 from megatron_llama.system.tables import plural
 from megatron_llama.topology import Grid
 
@@ -52,7 +53,8 @@ def derive_plan(config: Config, world_size: int) -> Plan:
     model.num_key_value_heads, model.head_dim = kv_heads(model), head_dim(model)
     if data.cache_dir is None and data.prefixes and not data.mock:
         first = split_weights(data.prefixes)[1][0]
-        data.cache_dir = os.path.join(os.path.dirname(first), "index_cache")
+        stored = user_cache("index_cache")
+        data.cache_dir = stored if is_url(first) else os.path.join(os.path.dirname(first), "index_cache")
     grid = Grid.of(trainer).with_world(world_size)
     tp, pp, data_ranks = trainer.tp, trainer.pp, grid.product(*grid.same_weights)
     trainer.dp, trainer.shard_group = grid.sizes["dp"], trainer.shard_group or data_ranks

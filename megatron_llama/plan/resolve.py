@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -22,6 +21,7 @@ from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.data import check_paths
 from megatron_llama.plan.rules.memory import Machine, check_memory, reserve_notes
 from megatron_llama.plan.rules.rule import check_rules
+from megatron_llama.system.files import path_exists
 from megatron_llama.topology import AXES
 
 
@@ -29,7 +29,7 @@ def resolve(
     config: Config,
     world_size: int,
     machine: Machine | None = None,
-    exists: Callable[[str], bool] = os.path.exists,
+    exists: Callable[[str], bool] = path_exists,
     known: Sequence[Problem] = (),
 ) -> Plan:
     """Return the plan of ``config`` on ``world_size`` devices.

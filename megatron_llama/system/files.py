@@ -20,7 +20,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
-from megatron_llama.system.object_store import THREADS, Location, RemotePath
+from megatron_llama.system.object_store import THREADS, Location, RemotePath, is_url
 
 if TYPE_CHECKING:
     import yaml
@@ -145,6 +145,21 @@ def sha256_file(path: Path) -> str:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def file_size(path: Location) -> int:
+    """Return a file's bytes. Raises OSError."""
+    return path.facts().size if isinstance(path, RemotePath) else path.stat().st_size
+
+
+def path_exists(path: str) -> bool:
+    """Return whether there is a file or folder, or an object that can be read."""
+    if not is_url(path):
+        return os.path.exists(path)
+    try:
+        return RemotePath(path).is_file()
+    except (OSError, ValueError, ImportError):
+        return False
 
 
 def user_cache(name: str) -> str:

@@ -44,6 +44,11 @@ def is_plain_url(text: str) -> bool:
     return match is not None and not re.search(r"[@?#]|/\.{1,2}(/|$)", match["path"])
 
 
+def hide_credentials(text: str) -> str:
+    """Return a text without the user names and queries of its URLs."""
+    return re.sub(r"(://)[^/\s@]*@", r"\1***@", re.sub(r"(://[^\s?]*\?)[^\s,\]]+", r"\1***", text))
+
+
 @dataclass(frozen=True)
 class ObjectFacts:
     """Size and version of an object."""
@@ -161,6 +166,10 @@ class RemotePath:
         """Copy the object within its store."""
         self._retried(lambda system, path: system.cp_file(path, system._strip_protocol(other.url)))
 
+    def upload(self, path: Path) -> None:
+        """Write or replace the object by a local file, in parts if it is large. A kill may leave parts in the store."""
+        self._retried(lambda system, remote: system.put_file(str(path), remote))
+
     def download(self, path: Path) -> None:
         """Write the object to a local file."""
         self._retried(lambda system, remote: system.get_file(remote, str(path)))
@@ -246,7 +255,7 @@ def missing_package(url: str) -> tuple[str, str] | None:
         extra = _EXTRAS.get(protocol)
         return "needs a package that is not installed", pip_install(extra=extra) if extra else f"install {protocol}"
     except ValueError:
-        return f"has the unknown protocol {protocol}", f"write one of: {', '.join(sorted(_EXTRAS))}"
+        return f"names the unknown protocol {protocol}", f"write one of: {', '.join(sorted(_EXTRAS))}"
     except Exception as error:  # of the file system: no credentials, a bad endpoint
         return f"cannot be opened: {_reason(error)}", "set the provider's credentials"
     return None

@@ -102,7 +102,7 @@ CHANGES: dict[str, Change] = {
     "data.chat_template_kwargs": Change({"short": True}, SFT, becomes={"data.prefixes": ["b"]}),
     "data.template": Change("qnli", SFT, becomes={"data.prefixes": ["b"]}),
     "data.split": Change("70,30,0"),
-    **of("data", "seq_length=16 tokenizer=tokenizer.model cache_dir=/elsewhere"),
+    **of("data", "seq_length=16 tokenizer=tokenizer.model cache_dir=/elsewhere cache_gib=50"),
     "data.prepare": Change("make it"),
     "data.add_tokens": Change(["<x>"], also={"data.tokenizer": "tokenizer.model"}),
     "data.add_special_tokens": Change(["<x>"], also={"data.tokenizer": "tokenizer.model"}),

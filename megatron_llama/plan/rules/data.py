@@ -40,7 +40,7 @@ from megatron_llama.plan.data_schedules import MOST_LEVELS, first_steps
 from megatron_llama.plan.rules.layout import sequence_parts
 from megatron_llama.plan.rules.rule import reads
 from megatron_llama.system.installed import pip_install
-from megatron_llama.system.object_store import is_url
+from megatron_llama.system.object_store import RemotePath, is_url, missing_package
 from megatron_llama.topology import Grid
 
 
@@ -177,6 +177,7 @@ def curriculum_lengths_fit(config: Config, world_size: int) -> Iterator[Problem]
 
 
 Exists = Callable[[str], bool]
+_CREDENTIALS = "set the provider's credentials in its environment variables or files"
 TORCHAO = "0.18."
 """The version series in pyproject.toml; quantizers' names change between series."""
 
@@ -205,10 +206,15 @@ def _data(config: Config, exists: Exists) -> Iterator[Problem]:
     data, records = config.data, raw_data_files(config.data)
     no_file = f"there is no such file (seen from {os.getcwd()})"
     for name, path in records:
-        if not exists(path):
+        if is_url(path):
+            rule = "is raw data in an object store, which a run does not prepare"
+            yield Problem(name, path, rule, "prepare it with data_prep/sft.py, and write the dataset's URL")
+        elif not exists(path):
             yield Problem(name, path, no_file, "write the path of a raw data file or a dataset")
     for name, path in list_paths(data):
-        if (name, path) not in records:
+        if is_url(path) and (problem := _store_problem(name, path, exists)):
+            yield problem
+        elif (name, path) not in records:
             yield from _dataset(data, name, path, exists)
             if data.kind == "sft" and exists(path + ".idx"):  # no second message if the dataset is missing
                 yield from _dataset(data, name, path + MASK_SUFFIX, exists)
@@ -217,12 +223,31 @@ def _data(config: Config, exists: Exists) -> Iterator[Problem]:
         yield Problem("data.tokenizer", data.tokenizer, no_file, instead + hub.download_hint(data.tokenizer))
 
 
+def _store_problem(name: str, path: str, exists: Exists) -> Problem | None:
+    """Return the problem of an object store that cannot be read; None for a missing object."""
+    try:
+        if exists(str(RemotePath(path)) + ".bin"):
+            return None
+    except ValueError as error:
+        return Problem(name, path, str(error), f"{_CREDENTIALS}, and write the URL without them")
+    if reason := missing_package(path):
+        return Problem(name, path, *reason, machine_specific=True)
+    try:
+        RemotePath(path + ".bin").facts()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return Problem(name, path, f"cannot be read: {error.strerror}", _CREDENTIALS, machine_specific=True)
+    return None
+
+
 def _dataset(data: DataConfig, name: str, path: str, exists: Exists) -> Iterator[Problem]:
     """Yield the problem of an indexed dataset that lacks one of its two files."""
     missing = [suffix for suffix in (".bin", ".idx") if not exists(path + suffix)]
     if not missing:
         return
-    rule = f"there is no {path}{' and no '.join(missing)} (seen from {os.getcwd()})"
+    seen = "" if is_url(path) else f" (seen from {os.getcwd()})"
+    rule = f"there is no {path}{' and no '.join(missing)}{seen}"
     stem, suffix = os.path.splitext(path)
     if suffix in (".bin", ".idx"):
         instead = f"write {name}=[{stem}], without {suffix}"

@@ -28,7 +28,7 @@ from megatron_llama.config.settings import DataConfig
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.data.checks import check_data, has_labels, mask_problem
 from megatron_llama.system.errors import UserError
-from megatron_llama.system.files import read_json
+from megatron_llama.system.files import path_exists, read_json
 from megatron_llama.text.conversation import LABELLED, Template
 from megatron_llama.text.tokenizer import Tokenizer
 from megatron_llama.tools.inference.arguments import Measure, OpenedModel, Problems, Progress, not_utf8
@@ -326,7 +326,7 @@ def open_ids(prefix: str, model: ModelConfig) -> np.ndarray:
 
 def is_fine_tuning_set(prefix: str) -> bool:
     """Whether a dataset has loss masks."""
-    return Path(prefix + MASK_SUFFIX + ".idx").is_file()
+    return path_exists(prefix + MASK_SUFFIX + ".idx")
 
 
 def open_examples(prefix: str, model: ModelConfig) -> list[Example] | None:
