@@ -201,9 +201,9 @@ class DataConfig:
     mock: bool = False
     """Random tokens of the model's vocabulary instead of files."""
     prefixes: Annotated[list[Any], blend()] = field(default_factory=list)
-    """Indexed datasets: paths or URLs without .bin/.idx, or weight, path, weight, path, ... for a blend, with weights as
-    shares of the samples. Without weights also patterns, e.g. corpora/*_text_document. For sft also raw data files and
-    folders (.jsonl, .parquet, .csv, .tsv, ...) and datasets of the Hugging Face hub, which the run prepares at its
+    """Indexed datasets: paths or URLs without .bin/.idx, or weight, path, weight, path, ... for a blend, with weights
+    as shares of the samples. Without weights also patterns, e.g. corpora/*_text_document. For sft also raw data files
+    and folders (.jsonl, .parquet, .csv, .tsv, ...) and datasets of the Hugging Face hub, which the run prepares at its
     start."""
     schedule: Annotated[list[Any], blend_schedule()] = field(default_factory=list)
     """Later blends: [{samples: 100000, prefixes: [0.3, one, 0.7, two]}, ...], each from that consumed sample on, with

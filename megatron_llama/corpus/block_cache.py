@@ -46,7 +46,7 @@ class _Limit:
 
 def set_limit(gib: float) -> None:
     """Limit the disk space of all cached blocks of this user (``data.cache_gib``)."""
-    _Limit.size = int(gib * 2**30)
+    _Limit.size = int(min(gib, 2**30) * 2**30)
 
 
 class CachedObject:

@@ -49,6 +49,7 @@ BOUNDS: dict[str, Bounds] = {
     "model.num_attention_heads": ([0, -1, 10_001], [1, 2, 10_000]),
     "model.num_key_value_heads": ([0, -1, 10_001], [1, 2, 10_000]),
     "model.head_dim": ([0, -1, 10**6 + 1], [1, 2, 10**6]),
+    "data.cache_gib": ([-1e-9], [0.0, 1.0]),
     "trainer.z_loss": ([-1e-9], [0.0, 1e-4]),
     "trainer.float8": (["fp8", ""], ["tensorwise", "rowwise"]),
     "model.rope_scaling.rope_type": (["proportional", "su"], ["llama3", "linear", "dynamic", "yarn", "longrope"]),

@@ -6,17 +6,18 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_llama.config import ConfigError, load_config
-from megatron_llama.corpus.splits import open_splits
+from megatron_llama.corpus.splits import open_splits, planned_timeline
 from megatron_llama.data.finetuning_set import Examples
 from megatron_llama.data.record import make_record, moved_datasets
+from megatron_llama.data.sample_stream import EndlessDataset, SampleStream
+from megatron_llama.plan import Plan
 from megatron_llama.system import object_store
 from tests.checkpoint.runner import run
 from tests.data.files import data_plan, numbered, write_indexed
-from tests.data.test_finetuning_set import some_examples, write_set
-from tests.data.test_sample_stream import stream_of
 from tests.messages import unwrap
 from tests.object_store import Store
 from tests.paths import CONF
@@ -42,6 +43,11 @@ def inject(store: Store) -> None:
         store.fault(kind, match, "GET")
 
 
+def _stream(plan: Plan) -> SampleStream:
+    timeline = planned_timeline(plan.config.data)
+    return SampleStream(timeline, {prefix: EndlessDataset(plan, prefix, 0) for prefix in timeline.segments[0].weights})
+
+
 def test_samples_and_records(store: Store, tmp_path: Path) -> None:
     local = [write_indexed(tmp_path / "one", numbered(60)), write_indexed(tmp_path / "two", numbered(90, 5000))]
     remote = [upload(store, prefix) for prefix in local]
@@ -49,7 +55,7 @@ def test_samples_and_records(store: Store, tmp_path: Path) -> None:
     plans = [data_plan([0.3, one, 0.7, two]) for one, two in (local, remote)]
     assert all(".bin" not in each for each in store.requests() if each.startswith("GET")), "a plan reads indices only"
     assert plans[1].config.data.cache_dir == str(tmp_path / "cache/megatron_llama/index_cache")
-    streams = [stream_of(plan) for plan in plans]
+    streams = [_stream(plan) for plan in plans]
     for number in range(2 * len(streams[0])):
         one, other = (stream[number] for stream in streams)
         assert one["tokens"].tolist() == other["tokens"].tolist() and one["labels"].tolist() == other["labels"].tolist()
@@ -60,13 +66,13 @@ def test_samples_and_records(store: Store, tmp_path: Path) -> None:
 
 
 def test_fine_tuning_sets(store: Store, tmp_path: Path) -> None:
-    local = write_set(tmp_path / "set", some_examples(50))
+    local = write_indexed(tmp_path / "set", numbered(50))
+    write_indexed(tmp_path / "set_mask", [[token % 2 for token in document] for document in numbered(50)], "B")
     plans = [data_plan([path], **{"data.kind": "sft"}) for path in (local, upload(store, local))]
     one, other = (Examples(open_splits(plan.config.data, 0), plan.model.vocab_size) for plan in plans)
-    assert len(one) == len(other) and [pair[0].tolist() for pair in map(one.__getitem__, range(len(one)))] == [
-        pair[0].tolist() for pair in map(other.__getitem__, range(len(one)))
-    ]
-    assert all((one[number][1] == other[number][1]).all() for number in range(len(one)))
+    assert len(one) == len(other) == 40
+    for number in range(len(one)):
+        assert all(map(np.array_equal, one[number], other[number]))
 
 
 def test_losses_and_resume(store: Store, tmp_path: Path) -> None:
