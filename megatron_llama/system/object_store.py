@@ -46,7 +46,7 @@ def is_plain_url(text: str) -> bool:
 
 def hide_credentials(text: str) -> str:
     """Return a text without the user names and queries of its URLs."""
-    return re.sub(r"(://)[^/\s@]*@", r"\1***@", re.sub(r"(://[^\s?]*\?)[^\s,\]]+", r"\1***", text))
+    return re.sub(r"(://)[^/\s@]*@", r"\1...@", re.sub(r"(://[^\s?]*\?)[^\s,\]]+", r"\1...", text))
 
 
 @dataclass(frozen=True)
