@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlparse
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.config.stored import stored_steps
+from megatron_llama.config.stored import checkpoint_folder, list_steps
 from megatron_llama.plan import Plan
 from megatron_llama.plan.memory import DiskUse, disk_use
 from megatron_llama.system.object_store import missing_package
@@ -29,12 +29,17 @@ WANDB_OFF = ("offline", "dryrun", "disabled")
 
 def check_start(plan: Plan, folder: Path) -> str:
     """Return the line on disk space for the plan. Raises ConfigError if the run cannot succeed on this host."""
-    saved = [] if plan.config.checkpoint.resume == "never" else stored_steps(folder, plan.config)
+    saved, problems = [], list[Problem]()
+    try:
+        saved = [] if plan.config.checkpoint.resume == "never" else list_steps(checkpoint_folder(folder, plan.config))
+    except OSError as error:
+        if (url := plan.config.checkpoint.dir) is not None:
+            rule, instead = missing_package(url) or (f"cannot be read: {error.strerror}", "correct it, or try again")
+            problems.append(Problem("checkpoint.dir", url, rule, instead))
     use, free = disk_use(plan, saved[0] if saved else 0, len(saved)), shutil.disk_usage(folder).free
-    problems = [*_check_disk(folder, use, free), *_check_limits(use.checkpoint // plan.world_size if use.sure else 0)]
+    problems += _check_disk(folder, use, free)
+    problems += _check_limits(use.checkpoint // plan.world_size if use.sure else 0)
     problems += check_wandb(plan, os.environ)
-    if (url := plan.config.checkpoint.dir) is not None and (missing := missing_package(url)) is not None:
-        problems.append(Problem("checkpoint.dir", url, *missing))
     if problems:
         raise ConfigError(problems)
     return fill("  disk          ", f"{use.describe()} · {gib(free)} free") + "\n"

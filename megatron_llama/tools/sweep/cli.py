@@ -169,7 +169,11 @@ def plan_runs(sweep: Sweep, any_device: bool) -> list[Plan]:
         try:
             dry = ["dry_run=true"] if any_device else []
             words = [*combination.overrides, run_dir(sweep, combination), *dry]
-            plans.append(find_world(parse_overrides(words), None).plan())
+            plan = find_world(parse_overrides(words), None).plan()
+            if (url := plan.config.checkpoint.dir) is not None:
+                rule = "would be the folder of all runs of the sweep"
+                raise ConfigError([Problem("checkpoint.dir", url, rule, "omit it")])
+            plans.append(plan)
         except ConfigError as error:
             for problem in error.problems:
                 runs_of_problem.setdefault(problem, []).append(combination.name)

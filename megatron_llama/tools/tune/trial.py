@@ -46,6 +46,7 @@ TRIAL_OVERRIDES = (
     "checkpoint.save_last=false",
     "checkpoint.export_hf=false",
     "checkpoint.resume=never",
+    "checkpoint.dir=null",
 )
 """Overrides of a trial: no files, checkpoints or validation."""
 SLOW_FACTOR = 2.0
