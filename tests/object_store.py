@@ -153,8 +153,8 @@ class _Proxy(BaseHTTPRequestHandler):
     def _answer(self, status: int, content: bytes, headers: Any = (), cut: bool = False) -> None:
         self.send_response_only(status)
         size = dict(headers).get("Content-Length", len(content)) if self.command == "HEAD" else len(content)
-        kept = {name: value for name, value in headers if name.lower() not in _HOP}
-        for name, value in {**kept, "Content-Length": size, "Connection": "close"}.items():
+        passed = {name: value for name, value in headers if name.lower() not in _HOP}
+        for name, value in {**passed, "Content-Length": size, "Connection": "close"}.items():
             self.send_header(name, str(value))
         self.end_headers()
         if self.command != "HEAD":

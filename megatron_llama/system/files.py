@@ -169,9 +169,9 @@ def user_cache(name: str) -> str:
 
 
 def mirror(remote: RemotePath, patterns: Sequence[str] = ("*",)) -> Path:
-    """Return the local copy of an object, or of the objects of a folder (not of folders in it), in the user's cache.
+    """Return an object's copy in the user's cache, or a folder's copy with its objects but no nested folders.
 
-    Downloads what is missing there or has changed in the store; other processes of the host wait for it.
+    Downloads objects that the cache lacks or that have changed; other processes of the host wait for it.
 
     Args:
         patterns: Names of a folder's objects, as in fnmatch.

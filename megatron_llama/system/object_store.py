@@ -25,7 +25,7 @@ _URL = re.compile(r"[a-z][a-z0-9+]*://(?P<path>.+)", re.DOTALL)
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 """Extras of this project by the protocols that their packages serve."""
 _DELAYS = (0.5, 1.0, 2.0)
-"""Seconds before a failed request is sent again; fsspec's file systems also have retries of their own."""
+"""Seconds before a failed request is sent again; fsspec's file systems have separate retries."""
 THREADS = 8
 """Requests that are sent at the same time for many objects."""
 _READ_BYTES = 8 << 20
@@ -62,7 +62,7 @@ class ObjectFacts:
 class RemotePath:
     """A file or folder of an object store, with the part of pathlib's interface that an object store has.
 
-    All methods that send requests raise OSError with the URL as file name, after retries of what can be temporary.
+    All methods that send requests raise OSError with the URL as file name, after retries of temporary faults.
     """
 
     def __init__(self, url: str) -> None:
@@ -134,7 +134,7 @@ class RemotePath:
         self._retried(lambda system, path: system.pipe_file(path, content, **_whole(system, len(content))))
 
     def open(self) -> io.BufferedReader:
-        """Open the object to read; each request reads 8 MiB, or what is asked for if that is more."""
+        """Open the object to read; each request reads at least 8 MiB."""
         return io.BufferedReader(_Ranges(self), _READ_BYTES)
 
     def files(self) -> dict[str, ObjectFacts]:

@@ -216,8 +216,8 @@ SPELLINGS = {
 
 
 def test_names_that_programs_and_published_tables_print() -> None:
-    found = {spelling: find_device(spelling) for spelling in SPELLINGS}
-    assert {spelling: device and device.name for spelling, device in found.items()} == SPELLINGS
+    devices = {spelling: find_device(spelling) for spelling in SPELLINGS}
+    assert {spelling: device and device.name for spelling, device in devices.items()} == SPELLINGS
 
 
 @pytest.mark.parametrize("name", devices())
