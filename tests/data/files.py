@@ -121,6 +121,6 @@ def run_texts(
 def _run_texts(rank: int, plan: Plan, weights: dict[str, float] | None, counts: tuple[int, int], cache: Path) -> list:
     data = plan.config.data
     blend = (list(weights), list(weights.values())) if weights else (data.prefixes, None)
-    config = config_of(data.seq_length, plan.config.trainer.seed, cache, blend=blend, split=data.split)
+    config = config_of(data.length, plan.config.trainer.seed, cache, blend=blend, split=data.split)
     splits = BlendedMegatronDatasetBuilder(GPTDataset, [*counts, 0], lambda: True, config).build()
     return [[text(split[number]) for number in range(count)] for split, count in zip(splits, counts, strict=False)]

@@ -71,7 +71,8 @@ def logp(llama: Any, side: tuple[list[int], list[int]]) -> torch.Tensor:
 
 def kto(llamas: Any, finetune: FinetuneConfig, sides: Any, numbers: list[int]) -> tuple[torch.Tensor, list[float]]:
     """KTO's loss of a batch by the trained and the initial model, and the means of its metrics."""
-    ratios, changes = [], []
+    ratios: list[list[torch.Tensor]] = []
+    changes: list[list[torch.Tensor]] = []
     for number in numbers:
         (ids, mask), (other, marks) = sides[number], sides[number - 1]
         prompt, answer = ids[: mask.index(1)], other[marks.index(1) :]
@@ -79,7 +80,8 @@ def kto(llamas: Any, finetune: FinetuneConfig, sides: Any, numbers: list[int]) -
         for values, side in ((ratios, (ids, mask)), (changes, mismatched)):
             values.append([logp(llama, side) for llama in llamas])
     kl = torch.stack([ours - before for ours, before in changes]).mean().clamp(min=0).detach()
-    losses, shown = [], {True: [], False: []}
+    losses: list[torch.Tensor] = []
+    shown: dict[bool, list[torch.Tensor]] = {True: [], False: []}
     for number, (ours, before) in zip(numbers, ratios, strict=True):
         reward, desirable = finetune.beta * (ours - before), number % 5 > 0
         margin = (reward - finetune.beta * kl) * (1 if desirable else -1)

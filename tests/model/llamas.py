@@ -101,7 +101,7 @@ def hf_config(model: ModelConfig) -> LlamaConfig:
 
 def whole_batch(plan: Plan, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(tokens, labels, loss mask) of a step's global batch, each [samples, s]."""
-    samples = RaggedSamples(plan.config.data.seq_length, plan.model.vocab_size)
+    samples = RaggedSamples(plan.config.data.length, plan.model.vocab_size)
     size = plan.config.trainer.global_batch_size
     batch = [samples[index] for index in range(step * size, (step + 1) * size)]
     tokens, labels, mask = (torch.stack([sample[key] for sample in batch]) for key in ("tokens", "labels", "loss_mask"))
