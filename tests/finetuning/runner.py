@@ -149,7 +149,7 @@ def their_lora(base: Any, plan: Plan) -> Any:
         layers_to_transform=finetune.layers_to_transform or None,
         rank_pattern=finetune.rank_pattern,
         alpha_pattern=finetune.alpha_pattern,
-        bias=finetune.bias,  # type: ignore[arg-type]  a Literal there
+        bias=finetune.bias,  # type: ignore[arg-type]
         modules_to_save=finetune.modules_to_save or None,
         trainable_token_indices=finetune.trainable_token_indices or None,
         ensure_weight_tying=plan.model.tie_word_embeddings and "embed_tokens" in finetune.modules_to_save,
