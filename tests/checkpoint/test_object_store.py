@@ -168,6 +168,7 @@ def test_a_second_run_stops_the_first(store: Store, tmp_path: Path) -> None:
     assert json.loads(store.get("run/writer.json"))["run_dir"] == "/elsewhere"
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_for_good_stops_the_run(store: Store, tmp_path: Path) -> None:
     store.fault("denied", "step_00000002", "PUT", count=1000)
     settings = [EVERY_STEP, "checkpoint.save_timeout_seconds=0.01", "checkpoint.max_failed_saves=2"]
@@ -198,6 +199,7 @@ def test_a_url_that_cannot_be_used(url: str, message: str, store: Store, tmp_pat
     assert "secret" not in "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 def test_a_run_of_the_command_line(store: Store, tmp_path: Path) -> None:
     settings = [*LAYOUT, "trainer.steps=2", f"checkpoint.dir={store.url('run')}"]
     job = Job(tmp_path / "run", *settings)
