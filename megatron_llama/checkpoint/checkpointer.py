@@ -99,9 +99,14 @@ class Checkpointer:
         Raises:
             ConfigError: On all ranks, if a checkpoint does not match the config, or if all checkpoints are damaged.
         """
+        plan = self._resume()
+        # Last: a rejected start must not stop the run that writes to an object store.
+        self.saver.writer = broadcast_from_rank_0(lambda: begin_writing(self.checkpoints, self.plan.run_dir))
+        return plan
+
+    def _resume(self) -> Plan:
         settings = self.plan.config.checkpoint
         broadcast_from_rank_0(lambda: _check_fallback(settings, self.checkpoints))
-        self.saver.writer = broadcast_from_rank_0(lambda: begin_writing(self.checkpoints, self.plan.run_dir))
         candidates = broadcast_from_rank_0(lambda: resume_candidates(self.checkpoints, settings))
         if self._lora:
             self._load_base()  # checkpoints do not contain the base model

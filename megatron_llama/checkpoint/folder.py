@@ -50,14 +50,24 @@ WRITER = "writer.json"
 
 
 def begin_writing(checkpoints: Location, run_dir: Path) -> str:
-    """Return the name of this start in a store, for its objects; "" on a disk, where a lock excludes other starts."""
+    """Return the name of this start in a store, for its objects; "" on a disk, where a lock excludes other starts.
+
+    Deletes the objects of checkpoints that other starts have not published. Raises ConfigError.
+    """
     if isinstance(checkpoints, Path):
         return ""
     writer = secrets.token_hex(4)
     facts = {"writer": writer, "host": socket.gethostname(), "run_dir": str(run_dir.absolute())}
     with store_errors("checkpoint.dir", checkpoints):
         (checkpoints / WRITER).write_bytes(json.dumps(facts).encode())
+        checkpoints.delete_files(_unpublished(checkpoints))
     return writer
+
+
+def _unpublished(checkpoints: RemotePath) -> set[str]:
+    """Return the names of the objects of checkpoints without a manifest."""
+    files = checkpoints.files()
+    return {name for name in files if "/" in name and f"{name.partition('/')[0]}/{NAME}" not in files}
 
 
 @contextmanager
@@ -65,8 +75,6 @@ def store_errors(field: str, path: RemotePath) -> Iterator[None]:
     """Raise errors of a store as ConfigError."""
     try:
         yield
-    except ConfigError:
-        raise
     except OSError as error:
         rule, instead = missing_package(path.url) or (str(error.strerror), "correct the URL, or the rights of its user")
         raise ConfigError([Problem(field, path.url, rule, instead)]) from error
@@ -155,7 +163,8 @@ def resume_candidates(checkpoints: Location, settings: CheckpointConfig) -> list
 
     Deletes partial files of a killed run. Raises ConfigError.
     """
-    clean(checkpoints)
+    if isinstance(checkpoints, Path):
+        clean(checkpoints)
     if settings.resume == "never":
         return []
     if settings.keep_best and (isinstance(checkpoints, RemotePath) or checkpoints.is_dir()):
@@ -176,14 +185,8 @@ def resume_candidates(checkpoints: Location, settings: CheckpointConfig) -> list
     return [chosen] if not saved or chosen.parent == checkpoints.absolute() else saved
 
 
-def clean(checkpoints: Location) -> None:
+def clean(checkpoints: Path) -> None:
     """Delete partial files of a killed run. The caller holds the lock of the run folder."""
-    if isinstance(checkpoints, RemotePath):
-        files = checkpoints.files()
-        checkpoints.delete_files(
-            name for name in files if "/" in name and f"{name.partition('/')[0]}/{NAME}" not in files
-        )
-        return
     if not checkpoints.is_dir():
         return
     for entry in checkpoints.iterdir():
@@ -325,8 +328,8 @@ def move_aside(checkpoints: Location) -> Location | None:
     while _exists(aside := checkpoints.with_name(f"{checkpoints.name}.{number}")):
         number += 1
     if isinstance(checkpoints, RemotePath):
-        names = sorted(checkpoints.files().keys() - {WRITER}, key=lambda name: name.endswith(NAME))
-        for name in names:
+        names = checkpoints.files().keys() - {WRITER} - _unpublished(checkpoints)
+        for name in sorted(names, key=lambda name: name.endswith(NAME)):
             (checkpoints / name).copy_to(checkpoints.with_name(aside.name) / name)
         checkpoints.delete_files(names)
         return aside

@@ -33,6 +33,7 @@ from megatron_llama.checkpoint.stored_tensors import (
 )
 from megatron_llama.config.stored import MANIFEST
 from megatron_llama.plan.data_schedules import RunPosition
+from megatron_llama.system.files import file_size
 from megatron_llama.system.object_store import Location, RemotePath
 
 NAME = MANIFEST
@@ -116,10 +117,7 @@ class Manifest:
         for name, size in self.files.items():
             path = folder / name
             try:
-                if isinstance(path, Path):
-                    size_on_disk = path.stat().st_size
-                else:
-                    size_on_disk = objects[name].size if name in objects else path.facts().size
+                size_on_disk = objects[name].size if name in objects else file_size(path)
             except OSError as error:
                 raise CorruptFile(f"{path}: {error.strerror}") from error
             if size_on_disk != size:

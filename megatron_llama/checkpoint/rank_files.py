@@ -153,7 +153,6 @@ def save_part(tensors: Mapping[str, Rectangles], folder: Location, rank: int, wr
     it can run in a thread. No two ranks write the same rectangle; ``manifest.merge`` checks this. Raises OSError.
     """
     description, stem = part_name(rank, writer), part_name(rank, writer).removesuffix(".json")
-    shapes = {name: (DTYPE_NAMES[whole.parts[0][1].dtype], list(whole.shape)) for name, whole in tensors.items()}
     if isinstance(folder, RemotePath):
         groups = list(_objects(tensors))
         names = [f"{stem}.{number:04d}.safetensors" for number in range(len(groups))]
@@ -167,10 +166,13 @@ def save_part(tensors: Mapping[str, Rectangles], folder: Location, rank: int, wr
             written = [_write_file(file, names[0], parts)]
             file.flush()
             os.fsync(file.fileno())
-    described = {name: {"dtype": dtype, "shape": shape, "chunks": []} for name, (dtype, shape) in shapes.items()}
+    described: dict[str, dict[str, Any]] = {
+        name: {"dtype": DTYPE_NAMES[whole.parts[0][1].dtype], "shape": list(whole.shape), "chunks": []}
+        for name, whole in tensors.items()
+    }
     for _, chunks in written:
         for name, chunk in chunks:
-            described[name]["chunks"].append(asdict(chunk))  # type: ignore[attr-defined]
+            described[name]["chunks"].append(asdict(chunk))
     sizes = {name: size for name, (size, _) in zip(names, written, strict=True)}
     write_atomically(folder / description, json.dumps({"files": sizes, "tensors": described}))
 

@@ -152,10 +152,10 @@ class Saver:
             try:
                 parts = written_parts(self.checkpoints, state, self.writer)
             except FileNotFoundError:  # renamed a moment ago
-                parts = None
+                parts = 0, False
             if parts is None and not busy:
                 return
-            size, complete = parts or (0, False)
+            size, complete = parts or (0, False)  # None: not created yet
             if size != written:
                 written, since = size, time.monotonic()
             if self._error is not None or time.monotonic() - since > STALLED_SECONDS:

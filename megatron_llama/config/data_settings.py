@@ -188,7 +188,7 @@ def _stored_matches(pattern: str) -> list[str]:
     try:
         folder = RemotePath(pattern).parent
         return sorted(str(folder / name) for name in folder.files() if fnmatch(name, pattern.rpartition("/")[2]))
-    except (OSError, ValueError, ImportError):
+    except (OSError, ValueError):
         return []
 
 
@@ -574,7 +574,7 @@ def fill_new_tokens(config: Any, given: set[str], assign: Callable[[str, Any], N
         return
     tokens, ids = config.finetune.trainable_token_indices, range(size - len(new), size)
     if config.finetune.method == "lora" and tokens and not {*ids} <= {*tokens}:
-        rule = f"has not all ids of the new tokens, {ids.start} to {ids.stop - 1}: LoRA would freeze their rows"
+        rule = f"must contain the ids of the new tokens, {ids.start} to {ids.stop - 1}: LoRA would freeze their rows"
         instead = f"write finetune.trainable_token_indices={format_value([*dict.fromkeys([*tokens, *ids])])}"
         problems.append(Problem("finetune.trainable_token_indices", [*tokens], rule, instead))
     if "model.vocab_size" not in given and config.model.vocab_size < size:

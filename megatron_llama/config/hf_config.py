@@ -364,7 +364,7 @@ def fill_from_adapter(
             value = _module_names(value) if theirs == "target_modules" else value
             if theirs == "modules_to_save":  # PEFT adds model.embed_tokens to a tied embed_tokens
                 value = {name.removeprefix("model.") for name in value}
-            is_sorted = isinstance(value, (list, set)) and theirs != TOKEN_INDICES  # whose order is of the rows
+            is_sorted = isinstance(value, (list, set)) and theirs != TOKEN_INDICES  # in the order of the rows
             assign(name, sorted(value) if is_sorted else value)
 
 

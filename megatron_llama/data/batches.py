@@ -100,15 +100,17 @@ class Batches:
         size = self.plan.config.trainer.micro_batch_size
         first = consumed_samples + self.topology.place["dp"] * size
         starts = range(first, self.following(consumed_samples), self.topology.grid.divisor("samples") * size)
-        if not self.plan.config.data.mock and any(is_url(path) for _, path in list_paths(self.plan.config.data)):
-            self._read_together([start + number for start in starts for number in range(size)])
+        if self._in_store:  # concurrently, so that the cache of the store has the samples (corpus/block_cache.py)
+            with ThreadPoolExecutor(READERS) as pool:
+                list(pool.map(self.samples.__getitem__, (start + n for start in starts for n in range(size))))
         cut, ltd_length = self._cut_at(consumed_samples), self._ltd_length(consumed_samples)
         return [self._micro_batch(range(start, start + size), cut, ltd_length) for start in starts]
 
-    def _read_together(self, indices: Sequence[int]) -> None:
-        """Read samples concurrently, so that the cache of their object store has them (corpus/block_cache.py)."""
-        with ThreadPoolExecutor(min(READERS, len(indices))) as pool:
-            list(pool.map(self.samples.__getitem__, indices))
+    @cached_property
+    def _in_store(self) -> bool:
+        """Whether a dataset is in an object store."""
+        data = self.plan.config.data
+        return not data.mock and any(is_url(path) for _, path in list_paths(data))
 
     def positions_by_shape(self) -> dict[SequenceCut | None, int]:
         """Return the position of one global batch per sequence shape; of the largest batch, if there is one shape."""

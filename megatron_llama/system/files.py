@@ -158,7 +158,7 @@ def path_exists(path: str) -> bool:
         return os.path.exists(path)
     try:
         return RemotePath(path).is_file()
-    except (OSError, ValueError, ImportError):
+    except (OSError, ValueError):
         return False
 
 
@@ -180,16 +180,13 @@ def mirror(remote: RemotePath, patterns: Sequence[str] = ("*",)) -> Path:
         FileNotFoundError: There is no such object or folder.
         OSError: The store does not answer, or the disk is full.
     """
-    is_file = remote.is_file()
-    source = remote.parent if is_file else remote
-    objects = (
-        {remote.name: remote.facts()} if is_file else {name: f for name, f in remote.files().items() if "/" not in name}
-    )
-    chosen = {
-        name: facts for name, facts in objects.items() if is_file or any(fnmatch(name, each) for each in patterns)
-    }
-    if not objects:
-        raise FileNotFoundError(errno.ENOENT, "there is no such object or folder", remote.url)
+    try:
+        chosen, source = {remote.name: remote.facts()}, remote.parent
+    except FileNotFoundError:
+        objects, source = {name: facts for name, facts in remote.files().items() if "/" not in name}, remote
+        if not objects:
+            raise FileNotFoundError(errno.ENOENT, "there is no such object or folder", remote.url) from None
+        chosen = {name: facts for name, facts in objects.items() if any(fnmatch(name, each) for each in patterns)}
     folder = Path(user_cache("objects")) / hashlib.sha256(remote.url.encode()).hexdigest()[:12] / remote.name
     with file_lock(folder / ".lock"):
         versions = folder / _VERSIONS
@@ -204,7 +201,7 @@ def mirror(remote: RemotePath, patterns: Sequence[str] = ("*",)) -> Path:
             list(pool.map(lambda name: _download(source / name, folder / name, chosen[name].size), missing))
         known |= {name: facts.version for name, facts in chosen.items()}
         write_atomically(versions, json.dumps({"url": source.url, "versions": known}))
-    return folder / remote.name if is_file else folder
+    return folder if source == remote else folder / remote.name
 
 
 def mirrored(folder: Path) -> RemotePath | None:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -74,9 +75,6 @@ class RemotePath:
     def __str__(self) -> str:
         return self.url
 
-    def __repr__(self) -> str:
-        return f"RemotePath({self.url!r})"
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RemotePath) and other.url == self.url
 
@@ -130,8 +128,9 @@ class RemotePath:
         return b"" if end is not None and end <= start else self._retried(read)
 
     def write_bytes(self, content: bytes) -> None:
-        """Write or replace the object by one request."""
-        self._retried(lambda system, path: system.pipe_file(path, content, **_whole(system, len(content))))
+        """Write or replace the object by one request, for which s3fs needs an option."""
+        one_request = {"chunksize": 2 * max(len(content), 1)} if self.url.startswith("s3") else {}
+        self._retried(lambda system, path: system.pipe_file(path, content, **one_request))
 
     def open(self) -> io.BufferedReader:
         """Open the object to read; each request reads at least 8 MiB."""
@@ -152,10 +151,8 @@ class RemotePath:
 
     def delete(self) -> None:
         """Delete the object if it is there."""
-        try:
+        with suppress(FileNotFoundError):
             self._retried(lambda system, path: system.rm_file(path))
-        except FileNotFoundError:
-            pass
 
     def delete_files(self, names: Iterable[str]) -> None:
         """Delete objects below this folder."""
@@ -272,11 +269,6 @@ def _file_system(url: str) -> tuple[Any, str]:
 
     system, path = fsspec.core.url_to_fs(url)
     return system, path
-
-
-def _whole(system: Any, size: int) -> dict[str, int]:
-    """Return the option by which s3fs sends an object by one request."""
-    return {"chunksize": max(size, 1) * 2} if "s3" in system.protocol else {}
 
 
 def _reason(error: BaseException) -> str:

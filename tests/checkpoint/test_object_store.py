@@ -92,8 +92,7 @@ def test_retention_and_a_new_beginning(store: Store, tmp_path: Path, capsys: pyt
     names = [*map(str, url.with_name("run.1").files())]
     assert not [name for name in names if "0badc0de" in name]
     for path in (f"{url}.1", f"{url}.1/step_00000003"):
-        monkey = ["verify_checkpoint.py", path]
-        assert _call(verify_checkpoint.main, monkey) == 0
+        assert _call(verify_checkpoint.main, ["verify_checkpoint.py", path]) == 0
     assert "step 4" in (text := capsys.readouterr().out) and "step 3" in text
     assert _call(export_hf.main, ["export_hf.py", f"{url}.1/step_00000004", str(tmp_path / "hf")]) == 0
     assert (tmp_path / "hf" / "model.safetensors").exists()

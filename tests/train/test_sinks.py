@@ -472,7 +472,7 @@ HEAD = struct.Struct(">8s4s4sII")
 
 @pytest.mark.timeout(60)
 def test_a_run_gets_a_picture(tmp_path: Path) -> None:
-    """It replaces a pipe."""
+    """The picture replaces a pipe."""
     plan = plan_of(tmp_path)
     os.mkfifo(tmp_path / "loss.png")
     (tmp_path / "metrics.jsonl").touch()
