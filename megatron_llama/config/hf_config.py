@@ -25,6 +25,7 @@ from megatron_llama.config.rope import (
 from megatron_llama.config.settings import MODEL_TYPES, ModelConfig, RopeScaling
 from megatron_llama.config.settings_table import settings_by_name
 from megatron_llama.system.files import read_json
+from megatron_llama.system.object_store import is_url
 
 FROM_HF = "from_hf"
 CONFIG = "config.json"
@@ -423,12 +424,11 @@ def folder_hint(folder: str) -> str:
 
 def missing_folder(folder: str) -> Problem:
     """Return the problem of an ``init_from`` that does not exist."""
+    if is_url(folder):
+        return Problem("init_from", folder, "cannot be read", f"write another URL{download_hint(folder)}")
     rule = f"there is no such folder (seen from {os.getcwd()})"
-    instead = (
-        f"download the model into it (hf download OWNER/NAME --local-dir {shlex.quote(folder)}), or "
-        f"{folder_hint(folder)}{download_hint(folder)}"
-    )
-    return Problem("init_from", folder, rule, instead)
+    download = f"download the model into it (hf download OWNER/NAME --local-dir {shlex.quote(folder)})"
+    return Problem("init_from", folder, rule, f"{download}, or {folder_hint(folder)}{download_hint(folder)}")
 
 
 def has_weights(folder: Path) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_llama.config import ConfigError, load_config
+from megatron_llama.config.hf_config import missing_folder
 from megatron_llama.corpus.splits import open_splits, planned_timeline
 from megatron_llama.data.finetuning_set import Examples
 from megatron_llama.data.record import make_record, moved_datasets
@@ -93,10 +94,7 @@ def test_losses_and_resume(store: Store, tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[str, str]] = {
-    "protocol": (
-        "foo://bucket/x",
-        "= foo://bucket/x rule names the unknown protocol foo instead write one of",
-    ),
+    "protocol": ("foo://bucket/x", "= foo://bucket/x rule names the unknown protocol foo instead write one of"),
     "credentials": ("s3://me:secret@bucket/x", "s3://...@bucket/x rule must be a URL without credentials"),
     "query": ("s3://bucket/x?signature=secret", "s3://bucket/x?... rule must be a URL without credentials"),
     "bucket": ("s3://no-such-bucket/x", "rule there is no s3://no-such-bucket/x.bin and no .idx"),
@@ -127,6 +125,8 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
         data_plan(["gs://bucket/x"])
     text = unwrap(str(raised.value))
     assert "gs://bucket/x rule needs a package that is not installed instead" in text and "gcs]" in text
+    advice = missing_folder("gs://bucket/model").instead
+    assert "needs a package that is not installed" in advice and "hf download" not in advice
 
 
 def test_a_tokenizer_by_url(store: Store, tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def _train(folder: Path, *overrides: str) -> None:
 BAD = {
     "rows of other tokens": (
         ["finetune=lora", "init_from=BASE", "data.tokenizer=BASE", *NEW, "finetune.trainable_token_indices=[3,291]"],
-        r"not all ids of the new tokens, 290 to 292: .* write finetune.trainable_token_indices=\[3,291,290,292\]",
+        r"the ids of the new tokens, 290 to 292: .* write finetune.trainable_token_indices=\[3,291,290,292\]",
     ),
     "empty, repeated and existing": (
         ["data.tokenizer=BASE", 'data.add_tokens=["<|end|>","cat"," ","x"]', 'data.add_special_tokens=["x"]'],
