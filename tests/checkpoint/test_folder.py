@@ -128,7 +128,7 @@ def test_killed_within_a_save(tmp_path: Path, function: str, marked: str, monkey
         checkpointer.resume = resume_first  # type: ignore[assignment,method-assign]
 
     with pytest.raises(RankFailed, match="killed"):
-        run(1, tmp_path, *KEEP, until=8, tamper=kill)
+        run(1, tmp_path, *KEEP, "checkpoint.save_timeout_seconds=0", until=8, tamper=kill)
     assert (saved_steps(tmp_path / "checkpoints"), best(tmp_path)) == ([8, 7, 2], marked)
     run(1, tmp_path, *KEEP, until=9, tamper=validating())
     assert (saved_steps(tmp_path / "checkpoints"), best(tmp_path)) == ([9, 8], "step_00000008\n")

@@ -81,6 +81,7 @@ def test_each_layout_resumes_with_the_same_bits(
             assert_same(resumed.tensors, whole.tensors)
 
 
+@pytest.mark.slow
 def test_retention_and_a_new_beginning(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     url, remote = RemotePath(store.url("run")), f"checkpoint.dir={store.url('run')}"
     run(1, tmp_path / "run", EVERY_STEP, remote, "checkpoint.keep=2", until=4)

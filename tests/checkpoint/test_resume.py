@@ -258,5 +258,5 @@ def _count_everything(checkpointer: Checkpointer) -> None:
 
 def test_a_value_written_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="has values of .* at .* twice"):
-        run(2, tmp_path, "trainer.zero=0", until=1, tamper=_count_everything)
+        run(2, tmp_path, "trainer.zero=0", "checkpoint.save_timeout_seconds=0", until=1, tamper=_count_everything)
     assert list((tmp_path / "checkpoints").iterdir()) == []

@@ -76,6 +76,7 @@ def test_fine_tuning_sets(store: Store, tmp_path: Path) -> None:
         assert all(map(np.array_equal, one[number], other[number]))
 
 
+@pytest.mark.slow
 def test_losses_and_resume(store: Store, tmp_path: Path) -> None:
     chooser = random.Random(0)
     documents = [[chooser.randrange(1, 64) for _ in range(chooser.randrange(2, 40))] for _ in range(60)]

@@ -153,6 +153,7 @@ def test_stopped_rank_on_another_host_is_the_culprit(tmp_path: Path, ssh: str) -
     assert all(gone(pid) for pid in ranks)
 
 
+@pytest.mark.slow
 def test_unreachable_host_ends_all(tmp_path: Path, ssh: str) -> None:
     run = start(tmp_path, "announce_and_wait", "trainer.tp=2", "launch.hosts=[a,down]", ssh)
     _, errors = run.communicate(timeout=PATIENCE_SECONDS)

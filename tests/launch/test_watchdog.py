@@ -246,7 +246,11 @@ def one_of_three(number: int, port: int, folder: Path, listener: socket.socket |
     return 0
 
 
-@pytest.mark.parametrize(("victim", "host"), [(1, False), (0, True)], ids=["a rank", "the host of the store"])
+@pytest.mark.parametrize(
+    ("victim", "host"),
+    [pytest.param(1, False, marks=pytest.mark.slow), (0, True)],
+    ids=["a rank", "the host of the store"],
+)
 def test_ranks_that_watch_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, host: bool) -> None:
     hasten(monkeypatch, tmp_path / "hasten")
     monkeypatch.setattr(job_store, "ANSWER_SECONDS", 2.0 if host else PATIENCE_SECONDS)
