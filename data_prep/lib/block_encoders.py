@@ -14,6 +14,7 @@ from data_prep.lib.job import BadRecord, BlockResult, ChatFormat, PrepareJob
 from data_prep.lib.parquet_csv import bad_columns
 from data_prep.lib.tokenizer_backends import Encoder, check_same
 from megatron_llama.config.data_settings import REJECTED
+from megatron_llama.config.settings import RENDERED
 from megatron_llama.corpus.indexed_format import MASK_DTYPE, token_dtype
 from megatron_llama.text.conversation import (
     NO_CONTEXT,
@@ -202,7 +203,7 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[int]]]):
     def _encode(self, turns: Turns, context: TemplateContext, notes: list[str]) -> tuple[list[int], list[bool]]:
         """Return (ids, mask) of a conversation, and add to ``notes``. Raises RecordError."""
         chat = self.chat
-        if chat.own_template and chat.format != records.TEXT:
+        if chat.own_template and chat.format != RENDERED:
             check_control_tokens(turns, context, chat.tokenizer.control_tokens)
         ids, learn = encode_spans(chat.render(turns, context, notes), chat.tokenizer, parse_special=chat.own_template)
         if chat.add_bos and chat.tokenizer.bos is not None and ids[:1] != [chat.tokenizer.bos]:

@@ -63,7 +63,7 @@ class RecordFile:
     folder: Path
     stamp: list[tuple[str, int, int]]
     """Path, size and mtime of each file when ``folder`` was computed."""
-    format: str = "auto"
+    format: str
     """sft.py's --format."""
 
     @property
@@ -113,7 +113,7 @@ def _find_records(
 ) -> list[RecordFile]:
     """Return the usable raw data files; append problems of the others to the two lists."""
     files_to_prepare: list[RecordFile] = []
-    tokenizer, format = raw_data_tokenizer(config), PREFERENCE_FORMATS.get(config.finetune.objective, "auto")
+    tokenizer, format = raw_data_tokenizer(config), PREFERENCE_FORMATS.get(config.finetune.objective, data.format)
     if tokenizer is None:  # a plan rule reports a missing tokenizer
         return files_to_prepare
     for setting, path in files:
@@ -164,6 +164,7 @@ def _with_prefixes(config: Config, prepared: list[RecordFile], *, all_prepared: 
     data.validation_prefixes = sets[""] if "" in sets else [{name: paths} for name, paths in sets.items()]
     if prepared and all_prepared:  # all prefixes are datasets, which need no template
         data.template, data.chat_template, data.chat_template_kwargs = None, DataConfig.chat_template, {}
+        data.format, data.response_marker = DataConfig.format, None
     return config
 
 
@@ -188,6 +189,7 @@ def _key(path: str, records: list[str], tokenizer: str, data: DataConfig, format
         **({"format": format} if format != "auto" else {}),
         **NewTokens.of(data).settings,
         **({"chat_template_kwargs": data.chat_template_kwargs} if data.chat_template_kwargs else {}),
+        **({"response_marker": data.response_marker} if data.response_marker else {}),
     }
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
 
@@ -242,7 +244,7 @@ def _examples(records: RecordFile, data: DataConfig) -> ExampleOptions:
     from data_prep.lib.sets import ExampleOptions
 
     template = (data.template or None) if has_columns(records.path) else None
-    chat = (data.chat_template, data.chat_template_kwargs)
+    chat = (data.chat_template, data.chat_template_kwargs, data.response_marker)
     new = NewTokens.of(data).settings
     return ExampleOptions(records.tokenizer, data.length, records.format, template, *chat, **new)  # type: ignore[arg-type]
 
@@ -280,6 +282,8 @@ _SETTINGS = {
     "--tokenizer-model": "data.tokenizer",
 }
 """Settings of a run by the flags of data_prep/sft.py that they stand for."""
+_FORMATS = {"--format unpaired": "finetune.objective=kto", "--format ": "data.format="}
+"""Settings in place of formats in messages about records."""
 
 
 def _problem(message: str, records: RecordFile, data: DataConfig) -> Problem:
@@ -290,6 +294,8 @@ def _problem(message: str, records: RecordFile, data: DataConfig) -> Problem:
             value = {"data.chat_template": data.chat_template, "data.template": data.template}.get(setting)
             return Problem(setting, value or records.tokenizer, rule, f"write {setting}={remedy}")
     rule, _, hint = message.partition(" Nothing was written.")
+    for flag, setting in _FORMATS.items():
+        rule = rule.replace(flag, setting)
     fix = "fix the file"
     if hint:
         fix = f"fix it, or skip bad lines: {_command(records.path, records.tokenizer, data, records.format)}"
@@ -303,6 +309,7 @@ def _command(path: str, tokenizer: str, data: DataConfig, format: str) -> str:
     words += ["--chat-template", data.chat_template] if data.chat_template != DataConfig.chat_template else []
     if data.chat_template_kwargs:
         words += ["--chat-template-kwargs", json.dumps(data.chat_template_kwargs)]
+    words += [f"--response-marker={data.response_marker}"] if data.response_marker else []
     for setting, tokens in NewTokens.of(data).settings.items():
         words += [f"--{setting.replace('_', '-')}", *tokens]
     words += ["--format", format] if format != "auto" else []

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_llama.config.data_settings import LABELLED, PAIRS, REJECTED, UNPAIRED
+from megatron_llama.config.settings import CHAT_FORMATS, RENDERED
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.conversation import (
     REASONING_OMITTED,
@@ -50,10 +51,7 @@ _LISTS = ("messages", "conversations", "conversation")
 REPEATED_KEY = "key given twice: last value used"
 """Note on a record, counted in the manifest."""
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {}, "[]", "{}", "null")
-TEXT = "text"
-"""Format of rendered chats."""
-_CHATS = ("messages", "sharegpt", "prompt_completion", "preference", "alpaca", "gsm8k")
-FORMATS = ("auto", *_CHATS, PAIRS, UNPAIRED, TEXT, "tsv")
+FORMATS = ("auto", *CHAT_FORMATS, PAIRS, UNPAIRED, RENDERED, "tsv")
 
 # The two prompts of Stanford Alpaca, verbatim.
 ALPACA = (
@@ -368,7 +366,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Turns]] = {
     "gsm8k": lambda record: [
         Turn(role, _text(_key(record, key), key)) for role, key in (("user", "question"), ("assistant", "answer"))
     ],
-    TEXT: lambda record: [Turn("assistant", _text(_key(record, "text"), "text"))],
+    RENDERED: lambda record: [Turn("assistant", _text(_key(record, "text"), "text"))],
 }
 
 

@@ -15,12 +15,11 @@ from typing import Any
 from data_prep.lib.dataset import make_dataset
 from data_prep.lib.input_files import TEXT_SUFFIXES, InputFiles, detect_keys, find_sources, sample_texts
 from data_prep.lib.job import ChatFormat, PrepareJob, RunOptions, reject
-from data_prep.lib.records import TEXT
 from data_prep.lib.sources import Source, header_of, with_array
 from data_prep.lib.tokenizer_backends import Encoder, load_encoder
 from megatron_llama.config.data_settings import MASK_SUFFIX, TOKEN_SETTINGS, NewTokens, is_table, is_template_file
 from megatron_llama.config.hub import resolve_hub_name
-from megatron_llama.config.settings import CHAT_TEMPLATES
+from megatron_llama.config.settings import CHAT_TEMPLATES, RENDERED
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, NamedTemplate, RenderedText, TrainedTemplate
 from megatron_llama.text.conversation import LABELLED
@@ -70,9 +69,9 @@ class ExampleOptions:
             yield f"--chat-template {self.chat_template}: write {', '.join(CHAT_TEMPLATES)} or FILE.jinja"
         if reserved := {"messages", "tools", "add_generation_prompt"} & {*self.chat_template_kwargs}:
             yield f"--chat-template-kwargs: {', '.join(sorted(reserved))} cannot be set"
-        if self.format == TEXT and (self.chat_template != "own" or self.chat_template_kwargs):
-            yield "--format text has rendered chats: omit --chat-template and --chat-template-kwargs"
-        if self.response_marker is not None and (self.format != TEXT or not self.response_marker):
+        if self.format == RENDERED and (self.chat_template != "own" or self.chat_template_kwargs or self.template):
+            yield "--format text has rendered chats: omit --chat-template, --chat-template-kwargs and --template"
+        if self.response_marker is not None and (self.format != RENDERED or not self.response_marker):
             yield f"--response-marker {self.response_marker!r}: write a text that begins an answer, with --format text"
         if self.response_marker is not None and self.train_on_inputs:
             yield "--response-marker has no effect with --train-on-inputs: omit one"
@@ -115,7 +114,7 @@ def build_chat_format(examples: ExampleOptions, sources: Sequence[Source]) -> Ch
     Raises:
         UserError: Tokenizer and template are incompatible, or a table's template is missing.
     """
-    is_text = examples.format == TEXT
+    is_text = examples.format == RENDERED
     model, is_jinja = resolve_hub_name(examples.tokenizer_model), examples.chat_template not in NAMED_TEMPLATES
     tokenizer = open_tokenizer(Path(model), NewTokens.of(examples))
     trained = TrainedTemplate(examples.chat_template, variables=json.dumps({**examples.chat_template_kwargs}))

@@ -74,7 +74,7 @@ SETTINGS = {
     },
     DATA: {
         "data": "kind pack mock prefixes schedule curriculum validation_prefixes chat_template chat_template_kwargs "
-        "template split seq_length",
+        "format response_marker template split seq_length",
         "trainer": "seed",
     },
     BATCH: {"trainer": "global_batch_size batch_schedule"},

@@ -169,6 +169,9 @@ SAVED_MODULES = (
 )
 CHAT_TEMPLATES = ("own", "chatml", "prompter", "dialogue", "plain")
 LABEL_TEMPLATES = ("qnli", "sst2")
+CHAT_FORMATS = ("messages", "sharegpt", "prompt_completion", "preference", "alpaca", "gsm8k")
+RENDERED = "text"
+"""Format of rendered chats."""
 RECOMPUTE = ("none", "elementwise", "selective", "full")
 """Policies of activation recomputation, from none to all of a block."""
 CP_COMMS = ("all_gather", "ulysses")
@@ -222,6 +225,11 @@ class DataConfig:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of a Jinja chat template for raw data files, e.g. {enable_thinking: false}. A record's own
     chat_template_kwargs have priority."""
+    format: Annotated[str, one_of("auto", *CHAT_FORMATS, RENDERED)] = "auto"
+    """Record format of raw data files: auto (by the keys), text (rendered chats, which auto rejects) or another.
+    docs/guides/data/sft_data.md"""
+    response_marker: Annotated[str | None, not_blank("must be text that begins an answer", "assistant")] = None
+    """For data.format=text: the loss begins after the last occurrence of this text; null: at the first token."""
     template: Annotated[str | None, one_of(*LABEL_TEMPLATES)] = None
     """Prompt template for .tsv, .csv, .parquet and .jsonl files with labels: qnli or sst2."""
     split: Annotated[str, three_shares()] = "969,30,1"

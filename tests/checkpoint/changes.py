@@ -100,6 +100,8 @@ CHANGES: dict[str, Change] = {
     "data.validation_prefixes": Change(["b"], {**SFT, **VALIDATED}),
     "data.chat_template": Change("chatml", SFT, becomes={"data.prefixes": ["b"]}),
     "data.chat_template_kwargs": Change({"short": True}, SFT, becomes={"data.prefixes": ["b"]}),
+    "data.format": Change("text", SFT, becomes={"data.prefixes": ["b"]}),
+    "data.response_marker": Change("a", SFT, becomes={"data.prefixes": ["b"]}),
     "data.template": Change("qnli", SFT, becomes={"data.prefixes": ["b"]}),
     "data.split": Change("70,30,0"),
     **of("data", "seq_length=16 tokenizer=tokenizer.model cache_dir=/elsewhere cache_gib=50"),

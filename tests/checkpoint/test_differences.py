@@ -24,7 +24,8 @@ from tests.golden import GoldenFiles
 from tests.messages import raises_with_message
 
 ELSEWHERE = {
-    **dict.fromkeys(("data.chat_template", "data.chat_template_kwargs", "data.template"), "data.prefixes"),
+    **{f"data.{name}": "data.prefixes" for name in ("chat_template", "chat_template_kwargs", "template", "format")},
+    "data.response_marker": "data.prefixes",
     "trainer.epochs": "trainer.steps",
 }
 """Settings that the launcher and the plan turn into another one."""

@@ -83,6 +83,8 @@ BOUNDS: dict[str, Bounds] = {
         [[], ["a", "b"], [{"a.b-c_1": "x"}, {"n" * 40: ["x", "y"]}]],
     ),
     "data.chat_template": (["llama", ""], ["own", "chatml", "prompter", "dialogue", "plain"]),
+    "data.format": (["pairs"], ["auto", "text", "gsm8k"]),
+    "data.response_marker": ([" "], ["a", None]),
     "data.template": (["mnli"], ["qnli", "sst2", None]),
     "data.split": (["969,30", "a,b,c", "0,1,1", "1,-1,1", ""], ["1,0,0", "0.9,0.05,0.05"]),
     "trainer.cp_comm": (["ring", ""], ["all_gather", "ulysses"]),

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import data_prep.sft
-from data_prep.lib import prepare_run, sets
+from data_prep.lib import prepare_run, records, sets
 from megatron_llama import cli
-from megatron_llama.config import Config, ConfigError
+from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.config import settings as choices
 from megatron_llama.config.data_settings import raw_data_files, resolve_raw_data
 from megatron_llama.config.settings import DataConfig
@@ -27,6 +27,7 @@ from megatron_llama.text.conversation import LABELLED
 from tests.checkpoint.runner import Job
 from tests.config.helpers import problems_of
 from tests.data_prep.helpers import sft_arguments, write_csv, write_parquet
+from tests.paths import CONF
 from tests.processes import Launcher, wait_until
 from tests.tools.inference.models import command, make_folder
 
@@ -111,6 +112,22 @@ def test_a_table(base: Path, tmp_path: Path) -> None:
     assert not [problem for problem in problems if problem.field.startswith("data.")], problems
 
 
+@pytest.mark.parametrize("marker", [None, "<|im_start|>assistant\n"])
+def test_rendered_texts(marker: str | None, base: Path, tmp_path: Path) -> None:
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": f"{q}<|im_start|>assistant\n{a}"}) + "\n" for q, a in TALKS))
+    typed = [f"data.prefixes=[{file}]", f"init_from={base}", "data.seq_length=64", f"data.cache_dir={tmp_path}/cache"]
+    typed += [] if marker is None else [f'data.response_marker="{marker}"']
+    config = load_config(["data=chat", "model=from_hf", "data.format=text", *typed], CONF)
+    (prefix,) = (made := with_prepared(config)).data.prefixes
+    flags = [] if marker is None else [f"--response-marker={marker}"]
+    assert content(prefix) == by_hand(tmp_path, base, file, "--format", "text", *flags)
+    assert not [problem for problem in problems_of(made) if problem.field.startswith("data.")]
+    config.data.format, config.data.response_marker = "auto", None
+    with pytest.raises(ConfigError, match=r"unknown_format[^;]*;\s+data.format=text\s+reads\s+rendered"):
+        with_prepared(config)
+
+
 def test_other_kinds_of_files_and_a_folder(base: Path, chat: Path, tmp_path: Path) -> None:
     pytest.importorskip("pyarrow", reason="an extra")
     rows = [{"prompt": question, "completion": answer} for question, answer in TALKS * 4]
@@ -186,6 +203,7 @@ def test_files_that_are_refused(base: Path, chat: Path, tmp_path: Path, monkeypa
 def test_each_choice_is_a_template() -> None:
     assert set(choices.CHAT_TEMPLATES) == {"own", *NAMED_TEMPLATES}
     assert set(choices.LABEL_TEMPLATES) == set(LABELLED)
+    assert {*choices.CHAT_FORMATS, choices.RENDERED} == set(records._READERS)
 
 
 def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from megatron_llama.config.hf_config import NO_HF_BLOCKS
 from megatron_llama.config.optimizers import OptimizerRow
 from megatron_llama.config.precision import PRECISIONS, QUANTIZED_BITS
 from megatron_llama.config.problems import Problem, format_value
-from megatron_llama.config.settings import Config
+from megatron_llama.config.settings import CHAT_FORMATS, RENDERED, Config
 from megatron_llama.config.settings_table import get, settings_by_name
 from megatron_llama.devices import Device, find_device
 from megatron_llama.plan.rules.rule import Rule
@@ -74,6 +74,7 @@ REWINDS = Feature("trainer.spike_guard", lambda config: config.trainer.spike_gua
 
 
 MOCK = Feature("data.mock", off="false")
+TEXTS = Feature("data.format", lambda config: config.data.format == RENDERED)
 LENGTHS = Feature("data.curriculum", lambda config: any(each.is_length for each in _curriculum(config)))
 DIFFICULTIES = Feature("data.curriculum", lambda config: any(not each.is_length for each in _curriculum(config)))
 
@@ -169,6 +170,10 @@ CONFLICTS: tuple[tuple[Feature | str, Feature | str, str], ...] = (
     ("data.schedule", "data.kind", "each epoch of fine-tuning reads all datasets"),
     ("data.document_mask", "data.kind", "packed examples never attend to each other"),
     ("data.eod_mask_loss", "data.kind", "fine-tuning datasets contain loss masks"),
+    ("data.format", PREFERENCES, "its records have a format of their own"),
+    ("data.chat_template", TEXTS, "rendered chats need no template"),
+    ("data.chat_template_kwargs", TEXTS, "rendered chats need no template"),
+    ("data.template", TEXTS, "rendered chats need no template"),
 )
 """Pairs of features that exclude each other, and the reason, whose "it" is the second. The first one is reported."""
 
@@ -202,6 +207,7 @@ NEEDS: tuple[tuple[Feature | str, Lacking, str, str], ...] = (
     ("finetune.desirable_weight", {"finetune.objective": ("sft", "dpo", "orpo")}, "KTO", "finetune.objective=kto"),
     ("finetune.undesirable_weight", {"finetune.objective": ("sft", "dpo", "orpo")}, "KTO", "finetune.objective=kto"),
     ("data.pack", {"data.kind": ("pretrain",)}, "the examples of fine-tuning data", "data.kind=sft"),
+    ("data.response_marker", {"data.format": ("auto", *CHAT_FORMATS)}, "rendered chats", "data.format=text"),
     ("logging.sample_prompts", {"data.tokenizer": (None,)}, "a tokenizer", "data.tokenizer=path/to/tokenizer.model"),
     (
         REWINDS,

@@ -102,8 +102,9 @@ def records_can_be_prepared(config: Config, world_size: int) -> Iterator[Problem
     if data.template is not None and not any(has_columns(path) for _, path in files):
         rule = "needs a file with columns (.tsv, .csv, .parquet, .jsonl) in data.prefixes"
         yield Problem("data.template", data.template, rule, "omit data.template")
-    for name, default in (("chat_template", DataConfig.chat_template), ("chat_template_kwargs", {})):
-        if (value := getattr(data, name)) != default and not files:
+    defaults = DataConfig()
+    for name in ("chat_template", "chat_template_kwargs", "format", "response_marker"):
+        if (value := getattr(data, name)) != getattr(defaults, name) and not files:
             rule = "needs raw data files; an indexed dataset was rendered with its template"
             yield Problem(f"data.{name}", value, rule, f"omit data.{name}")
 
