@@ -82,7 +82,7 @@ def main() -> int:
     from megatron_llama.config.hub import check_upload, resolve_hub_name, upload_folder
     from megatron_llama.system.progress import ProgressBar
     from megatron_llama.system.wrapping import wrap
-    from megatron_llama.tools.inference.saved_model import open_adapter_for, open_hf_model
+    from megatron_llama.tools.inference.saved_model import grow_for_adapters, open_adapter_for, open_hf_model
 
     try:
         checkpoint = (local_model if arguments.adapter else find_checkpoint)(arguments.checkpoint)
@@ -95,13 +95,13 @@ def main() -> int:
             options["progress"] = lambda written, of: bar.show(100 * written // of)
             if arguments.adapter:
                 checkpoint = Path(resolve_hub_name(str(checkpoint), weights=True))
-                whole = open_hf_model(checkpoint)
+                whole = grow_for_adapters(open_hf_model(checkpoint), [path for path, _ in arguments.adapter])
                 opened = [
                     replace(open_adapter_for(path, whole), weight=weight, path=str(path))
                     for path, weight in arguments.adapter
                 ]
                 merged = MergedTensors.of(whole.stored, *opened)
-                out = (arguments.out, arguments.dtype, largest)
+                out = (arguments.out, arguments.dtype, largest, whole.tokenizer or checkpoint)
                 made = export_merged(checkpoint, whole.model, merged, *out, options["progress"])
             else:
                 made = export(checkpoint, arguments.out, arguments.dtype, largest, kind=arguments.format, **options)

@@ -162,9 +162,10 @@ def export_merged(
     out: Path,
     dtype: str,
     max_shard_bytes: int,
+    source: Path,
     progress: Callable[[int, int], None] | None = None,
 ) -> Exported:
-    """Write a model with merged adapters, with tokenizer and settings of the base model's folder.
+    """Write a model with merged adapters, the tokenizer in ``source``, and settings of the base model's folder.
 
     ``dtype`` auto is the base's. The model card names the ``path`` of each adapter. Raises as ``export``.
     """
@@ -173,7 +174,7 @@ def export_merged(
     dtype = dtype if dtype in EXPORT_DTYPES else "float32"
     files = split_into_files(hf_shapes(model), EXPORT_DTYPES[dtype], max_shard_bytes)
     with writing(out) as partial:
-        token_ids = _write_tokenizer(base, partial, is_run=False) | _write_base_settings(base, partial)
+        token_ids = _write_tokenizer(source, partial, is_run=False) | _write_base_settings(base, partial)
         _write_json(partial / "config.json", hf_config(model, dtype, token_ids))
         names, size = _write_weights(merged, files, EXPORT_DTYPES[dtype], partial, SINGLE, progress)
         tokenizer = (partial / "tokenizer_config.json").exists()

@@ -480,11 +480,7 @@ class NewTokens:
 
     def unless_in(self, file: Path) -> NewTokens:
         """Return these tokens; none if a tokenizer.json has them, such as an exported one."""
-        try:
-            known = token_ids(read_json(file))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            return self
-        return NewTokens() if {*self.plain, *self.special} <= known.keys() else self
+        return NewTokens() if {*self.plain, *self.special} <= read_token_ids(file).keys() else self
 
     @property
     def settings(self) -> dict[str, list[str]]:
@@ -543,6 +539,14 @@ def token_ids(content: Any) -> dict[str, int]:
     if not isinstance(vocabulary, dict):  # Unigram: pairs of token and score
         vocabulary = {token[0]: number for number, token in enumerate(vocabulary)}
     return {**vocabulary, **{token["content"]: int(token["id"]) for token in content.get("added_tokens") or []}}
+
+
+def read_token_ids(file: Path) -> dict[str, int]:
+    """Return the ids in a tokenizer.json; {} if it cannot be read."""
+    try:
+        return token_ids(read_json(file))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}
 
 
 def fill_new_tokens(config: Any, given: set[str], assign: Callable[[str, Any], None], problems: list[Problem]) -> None:

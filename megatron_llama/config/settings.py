@@ -226,10 +226,9 @@ class DataConfig:
     """Variables of a Jinja chat template for raw data files, e.g. {enable_thinking: false}. A record's own
     chat_template_kwargs have priority."""
     format: Annotated[str, one_of("auto", *CHAT_FORMATS, RENDERED)] = "auto"
-    """Record format of raw data files: auto (by the keys), text (rendered chats, which auto rejects) or another.
-    docs/guides/data/sft_data.md"""
+    """Record format of raw data files; auto: by their keys, except text (rendered chats)."""
     response_marker: Annotated[str | None, not_blank("must be text that begins an answer", "assistant")] = None
-    """For data.format=text: the loss begins after the last occurrence of this text; null: at the first token."""
+    """For data.format=text: loss only after the last occurrence."""
     template: Annotated[str | None, one_of(*LABEL_TEMPLATES)] = None
     """Prompt template for .tsv, .csv, .parquet and .jsonl files with labels: qnli or sst2."""
     split: Annotated[str, three_shares()] = "969,30,1"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.config import ConfigError
+from megatron_llama.config.data_settings import NewTokens
 from megatron_llama.config.hf_config import ADAPTER_WEIGHTS
 from megatron_llama.plan import Plan
 from scripts import export_hf
@@ -30,6 +33,7 @@ from tests.finetuning.runner import (
     their_logits,
     tune,
 )
+from tests.finetuning.test_new_tokens import BY_ROWS, GROWN, IN_FULL, OLD, ROWS, TIED, TOKENS, make_bases
 from tests.messages import raises_with_message
 from tests.oracle import Tensors, distance
 from tests.ranks import RankFailed, run_ranks
@@ -140,17 +144,21 @@ def test_the_script(world: World, trained: Path, tmp_path: Path, monkeypatch: py
     assert status(trained, tmp_path / "refused", "--merge", "--base", tmp_path) == 2
 
 
+def merge_adapters(
+    monkeypatch: pytest.MonkeyPatch, base: Path, folder: Path, out: str, *adapters: object
+) -> tuple[int, Tensors]:
+    """Return the status and the weights of ``export_hf.py BASE OUT --adapter ...``."""
+    arguments = [text for adapter in adapters for text in ("--adapter", str(adapter))]
+    monkeypatch.setattr("sys.argv", ["export_hf.py", str(base), str(folder / out), *arguments])
+    status, file = export_hf.main(), folder / out / "model.safetensors"
+    return status, load_file(file) if file.exists() else {}
+
+
 def test_a_weighted_sum_of_adapters(
     world: World, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """peft's merge of its weighted sum; a run with DoRA, norms and another weight adds its change of the base."""
-
-    def merge(out: str, *adapters: object) -> tuple[int, Tensors]:
-        arguments = [text for adapter in adapters for text in ("--adapter", str(adapter))]
-        monkeypatch.setattr("sys.argv", ["export_hf.py", str(world.base), str(tmp_path / out), *arguments])
-        status, file = export_hf.main(), tmp_path / out / "model.safetensors"
-        return status, load_file(file) if file.exists() else {}
-
+    merge = partial(merge_adapters, monkeypatch, world.base, tmp_path)
     other = tmp_path / "patterns"
     run_ranks(_save_adapter, 1, make_plan(1, tmp_path, *PATTERNS), world.base, other)
     weights = {world.adapter: 0.7, other: -0.4}
@@ -183,6 +191,36 @@ def test_a_weighted_sum_of_adapters(
     for adapters in ((f"{other}=half",), (other, other, "--merge")):
         with pytest.raises(SystemExit, match="2"):
             merge("refused", *adapters)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_weighted_sum_with_new_tokens(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The base grows; the sum is of peft's merges. peft itself does not add adapters with modules_to_save."""
+    base, grown = make_bases(tmp_path, tied)
+    kinds = {"old": (base, []), "rows": (grown, BY_ROWS[tied]), "full": (grown, IN_FULL[tied])}
+    for name, (start, kind) in kinds.items():
+        size = [f"model.vocab_size={OLD if start == base else ROWS}", *([TIED] if tied else [])]
+        run_ranks(_save_adapter, 1, plan := make_plan(1, tmp_path, *LORA, *kind, *size), start, tmp_path / name)
+    merge = partial(merge_adapters, monkeypatch, base, tmp_path)
+    assert merge("no", tmp_path / "full") == (2, {}) and "copy its tokenizer.json" in capsys.readouterr().err
+    shutil.copytree(tmp_path / "full", tmp_path / "others")
+    for name, tokens in (("full", TOKENS), ("rows", TOKENS), ("others", ["a", "b", "c"])):
+        (tmp_path / name / "tokenizer.json").write_bytes(NewTokens(tuple(tokens)).grow(base / "tokenizer.json"))
+    assert merge("no", tmp_path / "full", tmp_path / "others") == (2, {})
+    assert "has other new tokens than the adapter in" in " ".join(capsys.readouterr().err.split())
+    tune(1, tmp_path / "run", "finetune=lora", f"init_from={base}", *GROWN, *kind, *size[1:], steps=0)
+    assert merge("no", tmp_path / "run") == (2, {}) and "is a run with new tokens" in capsys.readouterr().err
+    weights = {"full": 0.5, "old": 2, "rows": -1}
+    status, ours = merge("sum", *(f"{tmp_path / name}={weight}" for name, weight in weights.items()))
+    old = load_file(grown / "model.safetensors")
+    assert status == 0 and ours.keys() == old.keys()
+    theirs = {name: run_ranks(their_logits, 1, plan, grown, tmp_path / name)[0][1] for name in weights}
+    for name, tensor in ours.items():
+        change = sum(weight * (theirs[of][name].double() - old[name]) for of, weight in weights.items())
+        assert distance(tensor, old[name] + change) <= 1e-6, name
+    assert (tmp_path / "sum/tokenizer.json").read_bytes() == (tmp_path / "rows/tokenizer.json").read_bytes()
 
 
 def _merged(run: Path, out: Path) -> Tensors:

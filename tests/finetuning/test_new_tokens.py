@@ -46,7 +46,8 @@ from tests.tools.inference.models import CPU, command, generate, make_folder, tr
 TOKENS = ["<think>", "</think>", "<|call|>"]
 PLAIN, SPECIAL = 'data.add_tokens=["<think>","</think>"]', 'data.add_special_tokens=["<|call|>"]'
 NEW = (PLAIN, SPECIAL)
-OLD, ROWS = 64, 67
+OLD, SPARE, ROWS = 64, 2, 65
+"""Rows of the base, of them without a token, and with the new tokens."""
 EPS = "optim.eps=1e-6"  # at 1e-8 a weight whose gradient is about as small would be moved by the rounding of sums
 GROWN = (*NEW, f"model.vocab_size={ROWS}", EPS)
 TABLES = {False: ["model.embed_tokens.weight", "lm_head.weight"], True: ["model.embed_tokens.weight"]}
@@ -74,7 +75,7 @@ def _save_bases(rank: int, plan: Any, base: Path, grown: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     runner.save_base(plan, base)
-    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(OLD)}, unk_token="w0"))
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(OLD - SPARE)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(base / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w1"}
@@ -111,9 +112,10 @@ def theirs(bases: dict[bool, tuple[Path, Path]], tied: bool) -> Tuned:
 def test_training_equals_a_resized_model(
     ranks: int, layout: list[str], bases: dict[bool, tuple[Path, Path]], tied: bool, theirs: Tuned, tmp_path: Path
 ) -> None:
-    """New rows start as the mean, bit-identical in all layouts; losses and weights are transformers', with a resume."""
+    """Spare rows stay, new ones start as the mean, in all layouts; then losses and weights are transformers'."""
     base, grown = bases[tied]
     start = ["finetune=full", f"init_from={base}", *GROWN, *([TIED] if tied else []), *layout]
+    assert make_plan(ranks, tmp_path, f"init_from={base}", PLAIN, *layout).model.vocab_size == OLD, "spare rows"
     initial, expected = tune(ranks, tmp_path / "start", *start, steps=0).trained, load_file(grown / "model.safetensors")
     assert initial.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in initial.items())
@@ -128,7 +130,7 @@ IN_FULL = {
     True: ["finetune.modules_to_save=[embed_tokens]"],
     False: ["finetune.modules_to_save=[embed_tokens,lm_head]"],
 }
-TOKEN_ROWS = ["finetune.trainable_token_indices=[66,3,64,65]"]
+TOKEN_ROWS = ["finetune.trainable_token_indices=[64,3,62,63]"]
 BY_ROWS = {True: TOKEN_ROWS, False: [*TOKEN_ROWS, "finetune.modules_to_save=[lm_head]"]}
 ADAPTED = {
     "one process": (1, [], IN_FULL),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from megatron_llama.checkpoint.lora_adapter import (
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, read_json
 from megatron_llama.config import Config, ConfigError, FinetuneConfig, ModelConfig, Problem
-from megatron_llama.config.data_settings import NewTokens
+from megatron_llama.config.data_settings import NewTokens, read_token_ids
 from megatron_llama.config.hf_config import (
     ADAPTER_CONFIG,
     fill_from_adapter,
@@ -152,15 +152,45 @@ def _open_adapter(folder: Path, base: Path | None) -> SavedModel:
         base = Path(named)
     with restated(lambda problem: replace(problem, field="--base")):
         whole = open_hf_model(base)
-        if (rows := adapter_rows(folder, finetune)) > whole.model.vocab_size:  # of new tokens
-            model = replace(whole.model, vocab_size=rows)
-            whole = replace(whole, model=model, stored=open_hf_folder(base, model, grows=True))
+        whole = _with_rows(whole, adapter_rows(folder, finetune))
     merged = MergedTensors.of(whole.stored, _adapter_of(folder, finetune, whole.model))
     whole = replace(whole, folder=folder, stored=merged)
     if not has_tokenizer(folder):
         return whole
     token_ids, generation = whole.token_ids | _token_ids(folder), whole.generation | _settings_in(folder / GENERATION)
     return replace(whole, tokenizer=folder, token_ids=token_ids, generation=generation)
+
+
+def _with_rows(whole: SavedModel, rows: int) -> SavedModel:
+    """Return the model in a Hugging Face folder with at least this vocabulary, for new tokens."""
+    if rows <= whole.model.vocab_size:
+        return whole
+    model = replace(whole.model, vocab_size=rows)
+    return replace(whole, model=model, stored=open_hf_folder(whole.folder, model, grows=True))
+
+
+def grow_for_adapters(whole: SavedModel, paths: Sequence[Path]) -> SavedModel:
+    """Return the model in a Hugging Face folder with the rows and the tokenizer of PEFT adapters with new tokens.
+
+    Raises ConfigError if an adapter with more rows has no tokenizer, or if two adapters have different new tokens.
+    """
+    known, found = read_token_ids(whole.folder / FAST_JSON), dict[str, int]()
+    for path in paths:
+        folder = Path(resolve_hub_name(str(path), weights=True))
+        if not (folder / ADAPTER_CONFIG).is_file():
+            continue
+        ids = read_token_ids(folder / FAST_JSON)
+        new = {token: number for token, number in ids.items() if known.get(token) != number}
+        rows = max(adapter_rows(folder, _settings_of_adapter(folder)), max(new.values(), default=-1) + 1)
+        if rows > whole.model.vocab_size and not new:
+            rule = f"trains {rows} rows, and the model has {whole.model.vocab_size}; its folder has no new tokens"
+            raise ConfigError([Problem("--adapter", str(path), rule, f"copy its tokenizer.json to {folder}")])
+        if new and found and new != found:
+            rule = f"has other new tokens than the adapter in {whole.tokenizer}"
+            raise ConfigError([Problem("--adapter", str(path), rule, "merge adapters of one tokenizer")])
+        if new:
+            whole, found = replace(_with_rows(whole, rows), tokenizer=folder), new
+    return whole
 
 
 def _about_adapter(folder: Path) -> AbstractContextManager[None]:
@@ -214,6 +244,9 @@ def open_adapter_for(path: Path, whole: SavedModel) -> TrainedAdapter:
     finetune = finetune_of(manifest)
     if finetune.method != "lora":
         raise ConfigError([Problem("--adapter", str(path), "has no LoRA adapter", "name a LoRA run or a PEFT folder")])
+    if NewTokens.of(manifest.state.settings.get("data", {})):
+        instead = f"export the adapter (scripts/export_hf.py {path} FOLDER), and name that folder"
+        raise ConfigError([Problem("--adapter", str(path), "is a run with new tokens", instead)])
     check_base(path, model_of(manifest), str(whole.folder))
     open_base(manifest, whole.model, whole.folder)
     return TrainedAdapter(trained_tensors(manifest, whole.model, finetune), whole.model, finetune)
