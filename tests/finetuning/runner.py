@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,24 @@ BIASES = ("model.model_type=qwen2", *LORA, "finetune.bias=all")
 # Of a global batch of 4; without it, 2.
 MICRO_1 = "trainer.micro_batch_size=1"
 TOLERANCE = 1e-5  # fp32; sums in another order
+
+# New tokens. Two of them take spare rows of the base.
+TOKENS = ["<think>", "</think>", "<|call|>"]
+PLAIN, SPECIAL = 'data.add_tokens=["<think>","</think>"]', 'data.add_special_tokens=["<|call|>"]'
+NEW = (PLAIN, SPECIAL)
+OLD, SPARE, ROWS = 64, 2, 65
+"""Rows of the base, of them without a token, and with the new tokens."""
+EPS = "optim.eps=1e-6"  # at 1e-8 a weight whose gradient is about as small would be moved by the rounding of sums
+GROWN = (*NEW, f"model.vocab_size={ROWS}", EPS)
+TABLES = {False: ["model.embed_tokens.weight", "lm_head.weight"], True: ["model.embed_tokens.weight"]}
+TIED = "model.tie_word_embeddings=true"
+# Settings of tied and untied embeddings. The rows are in no order, on both tp ranks, and not only of new tokens.
+IN_FULL = {
+    True: ["finetune.modules_to_save=[embed_tokens]"],
+    False: ["finetune.modules_to_save=[embed_tokens,lm_head]"],
+}
+TOKEN_ROWS = ["finetune.trainable_token_indices=[64,3,62,63]"]
+BY_ROWS = {True: TOKEN_ROWS, False: [*TOKEN_ROWS, "finetune.modules_to_save=[lm_head]"]}
 
 
 @dataclass
@@ -124,6 +143,32 @@ def save_base(plan: Plan, folder: Path) -> None:
             if name.endswith(("norm.weight", ".bias")):
                 parameter.add_(0.3 * torch.randn_like(parameter))
     llama.save_pretrained(folder)
+
+
+def make_bases(folder: Path, tied: bool) -> tuple[Path, Path]:
+    """Write a base model with a tokenizer, and the same model that transformers resized for new tokens."""
+    base, grown = folder / "base", folder / "grown"
+    run_ranks(_save_bases, 1, make_plan(1, folder, *([TIED] if tied else [])), base, grown)
+    return base, grown
+
+
+def _save_bases(rank: int, plan: Any, base: Path, grown: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    save_base(plan, base)
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(OLD - SPARE)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(base / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w1"}
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    model = their_base(base)
+    before = {name: tensor.double().mean(0) for name, tensor in model.state_dict().items()}
+    model.resize_token_embeddings(ROWS, mean_resizing=True)
+    for name in TABLES[plan.model.tie_word_embeddings]:
+        table, mean = model.state_dict()[name], before[name].float()
+        assert all(distance(row, mean) <= 1e-3 for row in table[OLD:]), "a normal distribution of small variance"
+        table[OLD:] = mean
+    model.save_pretrained(grown)
 
 
 def their_base(folder: Path, attention: str = "sdpa") -> Any:

@@ -24,16 +24,23 @@ from scripts import export_hf
 from tests.finetuning import runner
 from tests.finetuning.runner import (
     BIASES,
+    BY_ROWS,
+    GROWN,
+    IN_FULL,
     LAYER_1,
     LORA,
+    OLD,
     PATTERNS,
+    ROWS,
+    TIED,
+    TOKENS,
     World,
+    make_bases,
     make_plan,
     our_logits,
     their_logits,
     tune,
 )
-from tests.finetuning.test_new_tokens import BY_ROWS, GROWN, IN_FULL, OLD, ROWS, TIED, TOKENS, make_bases
 from tests.messages import raises_with_message
 from tests.oracle import Tensors, distance
 from tests.ranks import RankFailed, run_ranks

@@ -25,11 +25,22 @@ from megatron_llama.tools.inference.saved_model import open_saved_model, tokeniz
 from tests.checkpoint.runner import QUIET
 from tests.finetuning import runner
 from tests.finetuning.runner import (
+    BY_ROWS,
+    EPS,
+    GROWN,
+    IN_FULL,
     LORA,
     MICRO_1,
+    NEW,
+    OLD,
+    PLAIN,
+    ROWS,
+    TIED,
+    TOKENS,
     Tuned,
     World,
     assert_near,
+    make_bases,
     make_plan,
     our_logits,
     their_logits,
@@ -43,16 +54,6 @@ from tests.ranks import RankFailed, run_ranks
 from tests.rows import rows
 from tests.tools.inference.models import CPU, command, generate, make_folder, train_sentencepiece, write_tokenizer
 
-TOKENS = ["<think>", "</think>", "<|call|>"]
-PLAIN, SPECIAL = 'data.add_tokens=["<think>","</think>"]', 'data.add_special_tokens=["<|call|>"]'
-NEW = (PLAIN, SPECIAL)
-OLD, SPARE, ROWS = 64, 2, 65
-"""Rows of the base, of them without a token, and with the new tokens."""
-EPS = "optim.eps=1e-6"  # at 1e-8 a weight whose gradient is about as small would be moved by the rounding of sums
-GROWN = (*NEW, f"model.vocab_size={ROWS}", EPS)
-TABLES = {False: ["model.embed_tokens.weight", "lm_head.weight"], True: ["model.embed_tokens.weight"]}
-TIED = "model.tie_word_embeddings=true"
-
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def tied(request: pytest.FixtureRequest) -> bool:
@@ -63,31 +64,6 @@ def tied(request: pytest.FixtureRequest) -> bool:
 def bases(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[Path, Path]]:
     """By whether embeddings are tied: a base model with a tokenizer, and the same model that transformers resized."""
     return {tied: make_bases(tmp_path_factory.mktemp("new_tokens"), tied) for tied in (False, True)}
-
-
-def make_bases(folder: Path, tied: bool) -> tuple[Path, Path]:
-    base, grown = folder / "base", folder / "grown"
-    run_ranks(_save_bases, 1, make_plan(1, folder, *([TIED] if tied else [])), base, grown)
-    return base, grown
-
-
-def _save_bases(rank: int, plan: Any, base: Path, grown: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    runner.save_base(plan, base)
-    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(OLD - SPARE)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(base / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w1"}
-    (base / "tokenizer_config.json").write_text(json.dumps(settings))
-    model = runner.their_base(base)
-    before = {name: tensor.double().mean(0) for name, tensor in model.state_dict().items()}
-    model.resize_token_embeddings(ROWS, mean_resizing=True)
-    for name in TABLES[plan.model.tie_word_embeddings]:
-        table, mean = model.state_dict()[name], before[name].float()
-        assert all(distance(row, mean) <= 1e-3 for row in table[OLD:]), "a normal distribution of small variance"
-        table[OLD:] = mean
-    model.save_pretrained(grown)
 
 
 LAYOUTS = {
@@ -125,13 +101,6 @@ def test_training_equals_a_resized_model(
     assert_near(resumed, theirs)
 
 
-# Settings of tied and untied embeddings. The rows are in no order, on both tp ranks, and not only of new tokens.
-IN_FULL = {
-    True: ["finetune.modules_to_save=[embed_tokens]"],
-    False: ["finetune.modules_to_save=[embed_tokens,lm_head]"],
-}
-TOKEN_ROWS = ["finetune.trainable_token_indices=[64,3,62,63]"]
-BY_ROWS = {True: TOKEN_ROWS, False: [*TOKEN_ROWS, "finetune.modules_to_save=[lm_head]"]}
 ADAPTED = {
     "one process": (1, [], IN_FULL),
     "tp2, padded": (2, ["trainer.tp=2"], IN_FULL),

@@ -174,7 +174,7 @@ def grow_for_adapters(whole: SavedModel, paths: Sequence[Path]) -> SavedModel:
 
     Raises ConfigError if an adapter with more rows has no tokenizer, or if two adapters have different new tokens.
     """
-    known, found = read_token_ids(whole.folder / FAST_JSON), dict[str, int]()
+    known, added = read_token_ids(whole.folder / FAST_JSON), dict[str, int]()
     for path in paths:
         folder = Path(resolve_hub_name(str(path), weights=True))
         if not (folder / ADAPTER_CONFIG).is_file():
@@ -185,11 +185,11 @@ def grow_for_adapters(whole: SavedModel, paths: Sequence[Path]) -> SavedModel:
         if rows > whole.model.vocab_size and not new:
             rule = f"trains {rows} rows, and the model has {whole.model.vocab_size}; its folder has no new tokens"
             raise ConfigError([Problem("--adapter", str(path), rule, f"copy its tokenizer.json to {folder}")])
-        if new and found and new != found:
+        if new and added and new != added:
             rule = f"has other new tokens than the adapter in {whole.tokenizer}"
             raise ConfigError([Problem("--adapter", str(path), rule, "merge adapters of one tokenizer")])
         if new:
-            whole, found = replace(_with_rows(whole, rows), tokenizer=folder), new
+            whole, added = replace(_with_rows(whole, rows), tokenizer=folder), new
     return whole
 
 
