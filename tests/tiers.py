@@ -32,7 +32,6 @@ ROWS: dict[str, tuple[str, ...]] = {
     "checkpoint/test_jobs.py::test_a_flipped_bit_stops_the_run_before_a_checkpoint_has_it": ("0",),
     "checkpoint/test_megatron.py::test_a_run_continues_in_megatrons_order": (),
     "checkpoint/test_megatron.py::test_moments_by_buffers_are_rejected": (),
-    "checkpoint/test_resume.py::test_another_layout_resumes_within_the_layout_tolerance": ("muon",),
     "checkpoint/test_resume.py::test_any_layout_loads_into_any": (
         "odd vocabulary: dp2, zero 2 to cp2·dp2, zero 3",
         "odd vocabulary: tp4, kv heads < tp to tp2",
@@ -68,7 +67,6 @@ ROWS: dict[str, tuple[str, ...]] = {
     "launch/test_cli.py::test_under_srun_a_mistake_is_said_once": (),
     "launch/test_environment.py::test_a_variable_that_torch_rejects_gives_no_traceback": ("TORCH_LOGS",),
     "launch/test_faults.py::test_import_path_of_a_spawned_rank": (),
-    "launch/test_faults.py::test_ranks_meet_and_end_well": ("fork, 1", "fork, 3"),
     "launch/test_signals.py::test_ctrl_c_to_all_processes": ("2-130",),
     "launch/test_ssh.py::test_failing_rank_ends_all_hosts_and_is_printed_last": (),
     "launch/test_ssh.py::test_ranks_on_two_hosts_meet": (),

@@ -23,7 +23,7 @@ from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig
 from megatron_llama.config.settings import CheckpointConfig
 from megatron_llama.plan import format_plan
 from megatron_llama.system.files import atomic_folder
-from tests.checkpoint.runner import Job, Tamper, assert_same, make_plan, run
+from tests.checkpoint.runner import Job, Tamper, make_plan, run
 from tests.golden import GoldenFiles
 from tests.messages import raises_with_message
 from tests.ranks import RankFailed
@@ -217,12 +217,6 @@ def test_which_checkpoint_a_run_resumes_from(tmp_path: Path) -> None:
     assert run(1, tmp_path / "run", "checkpoint.resume=never", until=1).started_at == 0
     assert saved_steps(checkpoints) == [1]
     assert saved_steps(tmp_path / "run" / "checkpoints.1") == [5, 4, 2]  # nothing is lost
-
-
-def test_no_steps_saves_the_initial_weights(tmp_path: Path) -> None:
-    start = run(2, tmp_path, "trainer.tp=2", "trainer.steps=0")
-    assert_same(run(1, tmp_path, "trainer.steps=0").tensors, start.tensors)
-    assert saved_steps(tmp_path / "checkpoints") == [0]
 
 
 def test_card_of_an_exported_run(tmp_path: Path) -> None:

@@ -257,10 +257,12 @@ def test_a_rejected_start_changes_nothing(tmp_path: Path) -> None:
         return {path: path.read_bytes() for path in names}
 
     before = content()
+    another = ("trainer.steps=2", "trainer.tp=2", "optim.name=sgd")
     damaged = ("checkpoint.resume=never", f"init_from={run}/hf")
-    for overrides in (("trainer.steps=2", "optim.lr=0.5", "trainer.global_batch_size=2", "optim.beta1=0.5"), damaged):
+    for overrides, message in ((another, "was trained with adamw"), (damaged, "model.safetensors")):
         job = Job(run, *overrides)
         assert job.wait() == 2, job.output
+        assert job.output.count(message) == 1 and "Traceback" not in job.output, "said by one rank"
         assert content() == before
     assert Job(run, "trainer.steps=2").wait() == 0
     fewer = Job(run, "trainer.steps=1")

@@ -13,10 +13,9 @@ import torch
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.export import export
-from megatron_llama.checkpoint.folder import find_checkpoint, saved_steps
+from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import NAME, _checksum, read_manifest
 from tests.checkpoint.runner import Run, Tensors, assert_same, run
-from tests.messages import raises_with_message
 from tests.ranks import RankFailed, run_ranks
 from tests.rows import rows
 
@@ -71,9 +70,9 @@ def test_errors_of_signs_begin_at_zero_in_another_layout(tmp_path: Path, capfd: 
     assert message in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_another_layout_resumes_within_the_layout_tolerance(optimizer: str, tmp_path: Path) -> None:
-    settings = [*ADAM, f"optim.name={optimizer}"]
+def test_another_layout_resumes_within_the_layout_tolerance(tmp_path: Path) -> None:
+    """test_data_stream.py has a run with Adam."""
+    settings = [*ADAM, "optim.name=muon"]
     whole = run(1, tmp_path / "whole", *settings, until=4)
     run(1, tmp_path / "halves", *settings, until=2)
     second = run(4, tmp_path / "halves", *settings, "trainer.tp=2", "trainer.pp=2", until=4)
@@ -88,15 +87,6 @@ def test_blocking_saves_are_the_same(tmp_path: Path) -> None:
     assert_same(one.tensors, other.tensors)
     step = Path("checkpoints/step_00000001/rank_00000.safetensors")
     assert (tmp_path / "async" / step).read_bytes() == (tmp_path / "sync" / step).read_bytes()
-
-
-def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
-    """tests/checkpoint/test_differences.py has the effect of each setting."""
-    run(1, tmp_path, until=1)
-    for override in ("model.hidden_size=64", "optim.name=sgd"):
-        with raises_with_message(RankFailed, f"ConfigError.*{override.partition('=')[0]}"):
-            run(1, tmp_path, override, until=2)
-    assert saved_steps(tmp_path / "checkpoints") == [1]
 
 
 NEWER = {

@@ -286,20 +286,6 @@ BAD: dict[str, tuple[bytes, str]] = {
 ARGS = ("--max-line-mib", 0.25, "--block-mib", 0.01)
 
 
-def with_bad(path: Path, bad: bytes) -> Path:
-    path.write_bytes(b'{"text": "first"}\n\n' + bad + b'\n{"text": "last"}\n')
-    return path
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_error_names_file_line_and_reason(tmp_path: Path, preprocess: Run, name: str) -> None:
-    bad, reason = BAD[name]
-    path = with_bad(tmp_path / "a.jsonl", bad)
-    done = preprocess("--input", path, "--output-prefix", tmp_path / "out/x", *ARGS)
-    assert_refused(done, "a.jsonl, line 3", reason)
-    assert listing(tmp_path / "out") == []
-
-
 @pytest.mark.parametrize("compressed", [False, True])
 def test_skip_quarantines_each_line(tmp_path: Path, preprocess: Run, tokenizer: Path, compressed: bool) -> None:
     lines: list[bytes] = []
@@ -341,6 +327,7 @@ def test_first_bad_line_is_reported_with_any_number_of_workers(tmp_path: Path, p
     for workers in (1, 4):
         done = preprocess("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "o/x", *ARGS, workers=workers)
         assert_refused(done, "a.jsonl, line 234", "not_an_object")
+        assert listing(tmp_path / "o") == []
 
 
 def test_bad_text_files(tmp_path: Path, preprocess: Run, tokenizer: Path) -> None:

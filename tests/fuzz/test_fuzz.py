@@ -80,12 +80,3 @@ def test_what_is_a_finding(
     else:
         assert outcome.finding is not None and words in outcome.finding
         assert (tmp_path / "kept" / "a").exists(), "the input is kept"
-
-
-def test_a_finding_is_made_small(tmp_path: Path) -> None:
-    def read(case: Path) -> None:
-        assert b"x" not in (case / "a").read_bytes()
-
-    cases = st.lists(st.sampled_from([b"x", b"y", b"z"]), max_size=30).map(lambda parts: {"a": b"".join(parts)})
-    assert fuzz(Target("made up", cases, read), tmp_path, 1, 200).finding is not None
-    assert (tmp_path / "kept" / "a").read_bytes() == b"x"

@@ -144,11 +144,6 @@ def test_cut_back(tmp_path: Path, text: str, step: int, left: int) -> None:
     assert list(tmp_path.iterdir()) == [path], "no temporary file is left"
 
 
-def test_cut_back_of_nothing(tmp_path: Path) -> None:
-    truncate_after(tmp_path / "metrics.jsonl", 5)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     "rubbish", ["rubbish", '{"step": "2"}', '{"step": null}', "[" * 100_000, "[1]", "", '{"lr": 1}', "\0\0"]
 )
