@@ -116,7 +116,7 @@ RUNS = [line for line in commands_of(ROOT / "README.md") if "trainer.tp=8 DATA" 
 
 
 def test_generated_pages_are_current() -> None:
-    assert generate.main(["--check", "config", "lines", "tour"]) == 0
+    assert generate.main(["--check", "config", "lines", "recipes", "tour"]) == 0
 
 
 def test_a_stale_page_is_reported_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,8 +15,7 @@ import torch
 
 from megatron_llama.checkpoint.export import export, write_companions
 from megatron_llama.checkpoint.folder import find_checkpoint
-from megatron_llama.checkpoint.hf_folder import list_tensors, open_hf_folder
-from megatron_llama.checkpoint.stored_tensors import CorruptFile
+from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.plan import Plan, resolve
 from tests.checkpoint.runner import CONF, resumed, run
@@ -441,12 +439,6 @@ def _greedy_tokens(rank: int, folder: Path, prompt: str) -> tuple[list[int], lis
     start = [tokenizer.convert_ids_to_tokens(ids)]
     settings = {"max_length": 12, "min_length": 12, "sampling_topk": 1, "include_prompt_in_result": False}
     return ours.tolist(), generator.generate_batch(start, **settings)[0].sequences_ids[0]
-
-
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(CorruptFile, match="not a regular file"):
-        list_tensors(tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.5])

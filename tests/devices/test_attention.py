@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import EagerAndRecordGraphs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -322,18 +322,13 @@ def test_a_graph_goes_by_chunks_where_onednn_multiplies(monkeypatch: pytest.Monk
     """Below the lengths for which it does by MKL: the compiler sees the switch as the uncompiled code does."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     q, k, v, _ = chunked_inputs(torch.bfloat16, 4, 2, length=100)
-    graphs: list[torch.fx.GraphModule] = []
-
-    def keep(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
+    backend = EagerAndRecordGraphs()
     for precision in ("none", "bf16"):
         torch.backends.mkldnn.matmul.fp32_precision = precision  # type: ignore[attr-defined]
         torch._dynamo.reset()
-        actual = torch.compile(attend, backend=keep, dynamic=False, fullgraph=True)(q, k, v, None)
+        actual = torch.compile(attend, backend=backend, dynamic=False, fullgraph=True)(q, k, v, None)
         assert torch.equal(actual, attend(q, k, v, None))
-    assert ["causal_attention" in graph.code for graph in graphs] == [False, True]
+    assert ["causal_attention" in graph.code for graph in backend.graphs] == [False, True]
 
 
 def test_chunks_are_one_operator_in_a_graph_and_for_the_counter() -> None:

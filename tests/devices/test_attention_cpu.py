@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import EagerAndRecordGraphs
 from torch._inductor.codecache import CppCodeCache
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -211,16 +211,11 @@ def test_whom_it_serves() -> None:
 def test_compiled_blocks_go_through_it(pattern: Pattern, packed: bool, d: int, ours: bool) -> None:
     q, k, v, grad = inputs(length=LENGTH, d=d)
     those = documents() if packed else None
-    graphs: list[torch.fx.GraphModule] = []
-
-    def keep(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
+    backend = EagerAndRecordGraphs()
     tokens = torch.zeros(2, LENGTH, dtype=torch.int64)
-    compiled = torch.compile(COMPILED.attend, backend=keep, dynamic=False, fullgraph=True)
+    compiled = torch.compile(COMPILED.attend, backend=backend, dynamic=False, fullgraph=True)
     actual = compiled(q, k, v, COMPILED.visible(tokens, those, pattern))
-    assert ["cpu_attention" in graph.code for graph in graphs] == [ours]
+    assert ["cpu_attention" in graph.code for graph in backend.graphs] == [ours]
     eager = EAGER.attend(q, k, v, EAGER.visible(tokens, those, pattern))
     assert torch.allclose(actual, eager, atol=1e-5)
     pairs = zip(*(torch.autograd.grad(out, (q, k, v), grad) for out in (actual, eager)), strict=True)

@@ -117,7 +117,6 @@ def test_fsdp_chat_is_the_published_run() -> None:
     for zero in (0, 1, 2):
         with pytest.raises(ConfigError, match=r"trainer.zero=3\s+\(64.2\s+GiB"):
             dry_run(FSDP, "device.memory_gib=79", f"trainer.zero={zero}")
-    plan = dry_run(FSDP)
     tokens = plan.tokens_per_step * plan.config.trainer.steps
     assert tokens == 16_384_000
 
@@ -189,13 +188,9 @@ EXTEND = "extend_llama3_8b_128k"
 SCALED = CONF_DIR / "scaled" / "laptop.yaml"
 
 
-def plan_of(name: str, *overrides: str) -> Plan:
-    return find_world(load_config([f"+experiment={name}", "dry_run=true", *overrides], CONF_DIR), None).plan()
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_numbers_are_the_published_ones(name: str) -> None:
-    there, plan = PUBLISHED[name], plan_of(name)
+    there, plan = PUBLISHED[name], dry_run(name)
     trainer, optim = plan.config.trainer, plan.config.optim
     assert there.source.partition(",")[0] in (CONF_DIR / "experiment" / f"{name}.yaml").read_text(encoding="utf-8")
     assert plan.parameters == pytest.approx(there.parameters, rel=0.01)
@@ -217,7 +212,7 @@ def test_the_numbers_of_the_extension_are_the_published_ones() -> None:
     """Fu et al. 2024, sections 3 and 4; YaRN, section 4.1; the context of Llama 3."""
     text = (CONF_DIR / "experiment" / f"{EXTEND}.yaml").read_text(encoding="utf-8")
     assert all(source in text for source in ("arXiv:2402.10171", "arXiv:2309.00071", "arXiv:2407.21783"))
-    plan = plan_of(EXTEND)
+    plan = dry_run(EXTEND)
     trainer, optim, scaling = plan.config.trainer, plan.config.optim, plan.model.rope_scaling
     assert plan.config.data.seq_length == plan.model.max_position_embeddings == 131_072
     assert scaling is not None and (scaling.rope_type, scaling.factor) == ("yarn", 131_072 / 8_192)
@@ -265,7 +260,7 @@ def test_a_dry_run_without_the_data_has_each_command_once(capsys: pytest.Capture
 @pytest.mark.parametrize("name", [*PUBLISHED, EXTEND])
 def test_it_fits_its_cluster(name: str) -> None:
     """Memory fits an H100 (79.1 GiB, of which tensors can use a share); the summary names the number of machines."""
-    plan = plan_of(name, "device.memory_gib=79.1")
+    plan = dry_run(name, "device.memory_gib=79.1")
     assert max(stage.total for stage in stage_footprints(plan)) <= USABLE * 79.1 * GIB
     assert f" on {plan.world_size // 8} machines with 8 H100" in generate.experiment_summary(name)
 
@@ -276,7 +271,7 @@ CARDS = {"llama3_1b_24gb": 23.5, "llama3_8b_qlora_24gb": 23.5, "llama3_8b_80gb":
 
 @pytest.mark.parametrize("name", CARDS)
 def test_it_fits_its_card(name: str) -> None:
-    (stage,) = stage_footprints(plan_of(name, f"device.memory_gib={CARDS[name]}"))
+    (stage,) = stage_footprints(dry_run(name, f"device.memory_gib={CARDS[name]}"))
     assert stage.total + device_named("cuda").memory_reserve(stage.total) <= CARDS[name] * GIB
 
 
@@ -342,7 +337,3 @@ def test_without_a_choice_the_groups_change_nothing() -> None:
     composed, plain = load_config([], CONF_DIR), Config()
     for section in ("trainer", "logging", "checkpoint"):
         assert getattr(composed, section) == getattr(plain, section)
-
-
-def test_the_table_of_the_docs_is_fresh() -> None:
-    assert generate.main(["--check", "recipes"]) == 0, "run python docs/generate.py recipes"

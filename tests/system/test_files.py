@@ -16,6 +16,7 @@ from data_prep.lib.dataset import read_manifest as read_dataset_manifest
 from data_prep.lib.input_files import find_sources
 from data_prep.lib.tokenizer_backends import load_encoder
 from megatron_llama.checkpoint.folder import read_pointer
+from megatron_llama.checkpoint.hf_folder import list_tensors
 from megatron_llama.checkpoint.manifest import NAME, read_manifest
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config.hf_config import read_hf_config
@@ -58,6 +59,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     NAME: read_manifest,
     "latest": lambda folder: read_pointer(folder, "latest"),
     "metrics.jsonl": lambda folder: claim_run_dir(folder).__enter__(),
+    "model.safetensors": lambda folder: list_tensors(folder / "model.safetensors"),
     "trainer_state.json": lambda folder: read_log(folder / "trainer_state.json"),
     "a.sha256": lambda folder: sha256_file(folder / "a.sha256"),
 }
