@@ -31,12 +31,13 @@ from megatron_llama.checkpoint.folder import (
 from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, open_hf_folder
 from megatron_llama.checkpoint.lora_adapter import fingerprint, open_adapter
 from megatron_llama.checkpoint.manifest import Manifest, State, dtype_of, read_manifest
+from megatron_llama.checkpoint.memory_copies import MemoryCopies, MemoryCopy, check_layout
 from megatron_llama.checkpoint.saving import Saver
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.data_settings import NewTokens
 from megatron_llama.config.settings import ALLOWED, CheckpointConfig
-from megatron_llama.config.stored import checkpoint_folder
+from megatron_llama.config.stored import checkpoint_folder, step_of
 from megatron_llama.data.batches import Data
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
@@ -46,7 +47,7 @@ from megatron_llama.parallel.parallelize import init_magnitudes, init_token_rows
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import BatchSchedule
 from megatron_llama.system import phase
-from megatron_llama.system.object_store import Location
+from megatron_llama.system.object_store import Location, location
 from megatron_llama.system.wrapping import escape_controls
 from megatron_llama.topology import Topology
 
@@ -80,9 +81,13 @@ class Checkpointer:
         self.bytes_read = 0
         """Bytes that this rank read from files in the last load."""
         self.saver = Saver(self.checkpoints, topology.rank, model.device, plan.config.checkpoint)
+        every = plan.config.checkpoint.memory_every_steps
+        self.memory = None if every is None else MemoryCopies(self.checkpoints, topology.rank, model.device, every)
+        """Copies in memory; None without checkpoint.memory_every_steps."""
         self._copies = Copies(topology, model.device)
         self._compared: int | None = None
         self._saved: int | None = None
+        self._resumed: MemoryCopy | None = None
         self._saved_at = monotonic()
         self._differences: list[Difference] = []
         self._val_loss: float | None = None
@@ -102,29 +107,43 @@ class Checkpointer:
         plan = self._resume()
         # Last: a rejected start must not stop the run that writes to an object store.
         self.saver.writer = broadcast_from_rank_0(lambda: begin_writing(self.checkpoints, self.plan.run_dir))
+        if self.memory is not None:
+            self._report(self.memory.open(self._tensors(1, owned=False), self._resumed))
         return plan
 
     def _resume(self) -> Plan:
         settings = self.plan.config.checkpoint
         broadcast_from_rank_0(lambda: _check_fallback(settings, self.checkpoints))
-        candidates = broadcast_from_rank_0(lambda: resume_candidates(self.checkpoints, settings))
+        candidates: list[Location | MemoryCopy]
+        candidates = [*broadcast_from_rank_0(lambda: resume_candidates(self.checkpoints, settings))]
+        resume, folder = settings.resume, self.checkpoints.absolute()
+        returns = resume == "never" or (resume != "auto" and location(resume).absolute().parent == folder)
+        if self.memory is not None and not returns:
+            # Stable: of the same step, the checkpoint on the disk comes first.
+            candidates = sorted([*candidates, *self.memory.steps()], key=self._step_of, reverse=True)
         if self._lora:
             self._load_base()  # checkpoints do not contain the base model
             init_magnitudes(self.model)
             init_token_rows(self.model)
         failures = []
-        for folder in candidates:
+        for candidate in candidates:
             try:
-                state = self._load(folder)
+                state = self._load(candidate)
             except CorruptFile as error:
+                if isinstance(candidate, MemoryCopy):
+                    self._report(f"skipping {candidate}: {error}")
+                    continue
                 failures.append(str(error))
-                self._report(f"skipping damaged {folder}: {error}")
+                self._report(f"skipping damaged {candidate}: {error}")
                 continue
             self._origin = self._origin if self._lora else (state.hf_folder, state.dtype)
-            self._saved = state.step if folder.parent == self.checkpoints else None
-            if self._saved is not None and settings.resume == "auto" and self.topology.rank == 0:
-                point_to(folder)  # the run may end without another save
-            self._restore(folder, state)
+            if isinstance(candidate, MemoryCopy):
+                self._resumed = candidate
+            elif candidate.parent == self.checkpoints:
+                self._saved = state.step
+                if resume == "auto" and self.topology.rank == 0:
+                    point_to(candidate)  # the run may end without another save
+            self._restore(candidate, state)
             return self.plan
         if failures:
             instead = "write checkpoint.resume=never to start from scratch (moves them aside), or an intact one's path"
@@ -157,6 +176,9 @@ class Checkpointer:
         """
         if (often := self.plan.config.trainer.check_copies_every) and step % often == 0:
             self.compare_copies(step)
+        copies = self.memory is not None and step % self.memory.every == 0
+        if self.memory is not None and copies:
+            self.memory.wait()  # before the collective below: then all ranks have a complete copy
         # NaN is neither better nor worse than another loss.
         self._val_loss = val_loss if val_loss is not None and math.isfinite(val_loss) else None
         self._tokens = consumed_tokens
@@ -168,7 +190,15 @@ class Checkpointer:
             self._save(step, replaceable=self.plan.replaces_checkpoints and step < self.plan.config.trainer.steps)
         if stop:
             self.saver.finish()
+            self.forget_copies()
+        elif self.memory is not None and copies:
+            self.memory.copy(self._tensors(step, owned=False), self._state(step))
         return stop
+
+    def forget_copies(self) -> None:
+        """Delete the copies in memory, if any. A collective."""
+        if self.memory is not None:
+            self.memory.delete()
 
     def compare_copies(self, step: int, *, saves: bool = False) -> None:
         """Compare the copies of weights and optimizer states after ``step``, unless it was compared. A collective.
@@ -195,6 +225,7 @@ class Checkpointer:
             self._save(step)
             self.saver.finish()
         self.saver.wait()
+        self.forget_copies()
 
     def export(self) -> None:
         """With checkpoint.export_hf, write the last checkpoint (with keep_best: the best) as a Hugging Face folder.
@@ -261,15 +292,25 @@ class Checkpointer:
         adapter = open_adapter(folder, self.plan.model, self.plan.config.finetune)
         self.bytes_read += adapter.load_into(contents.weights(self.model.trained))
 
-    def _load(self, folder: Location) -> State:
+    def _step_of(self, candidate: Location | MemoryCopy) -> int:
+        """Return the step of a candidate for the resume; 0 for a checkpoint of another run."""
+        if isinstance(candidate, MemoryCopy):
+            return candidate.step
+        return step_of(candidate.name) if candidate.parent == self.checkpoints else 0
+
+    def _load(self, folder: Location | MemoryCopy) -> State:
         """Load a checkpoint. Raises CorruptFile or, for a checkpoint of another run, ConfigError on all ranks."""
         if isinstance(folder, Path) and broadcast_from_rank_0(lambda: is_foreign(folder)):
             return self._load_foreign(folder)
+        if isinstance(folder, MemoryCopy):
+            assert self.memory is not None, "it has the copy"
+            manifest = self.memory.load(folder)
+        else:
+            with sync_errors(CorruptFile):
+                manifest = read_manifest(folder)
+                if self.topology.rank == 0:
+                    manifest.check_sizes()
         with sync_errors(CorruptFile, ConfigError):
-            if self.topology.rank == 0:
-                read_manifest(folder).check_sizes()
-        with sync_errors(CorruptFile, ConfigError):
-            manifest = read_manifest(folder)
             self._differences = find_differences(
                 self.plan, manifest.state, self.data.record(manifest.state.consumed_samples)
             )
@@ -295,7 +336,7 @@ class Checkpointer:
             self._report(f"{foreign.tensors.folder} lacks {part}")
         return replace(state, dtype=self._origin[1])
 
-    def _restore(self, folder: Location, state: State) -> None:
+    def _restore(self, folder: Location | MemoryCopy, state: State) -> None:
         """Restore optimizer, data and plan; log changed settings."""
         self._report(f"resuming from {folder}, step {state.step}")
         for difference in self._differences:
@@ -324,6 +365,8 @@ class Checkpointer:
         missing = sorted(name for name in targets if name not in tensors)
         if missing:
             raise CorruptFile(f"{missing[0]} is missing")
+        if manifest.start:
+            check_layout(manifest, targets)
         ((random_name, current),) = contents.random_state(self.topology.rank, device).items()
         same_ranks = state.world_size == self.plan.world_size and random_name in tensors
         if same_ranks:
@@ -347,14 +390,21 @@ class Checkpointer:
         if step == self._saved and self.saver.lost is None:
             return
         self.compare_copies(step, saves=True)  # a checkpoint has one copy: it would hide the difference
-        tensors = contents.weights(self.model.trained, owned=True)
+        self.saver.start(self._tensors(step, owned=True), self._state(step, replaceable))
+        self._saved = step
+
+    def _tensors(self, step: int, *, owned: bool) -> dict[str, Rectangles]:
+        """Return views of this rank's tensors after ``step``; with ``owned`` only those of its part of a checkpoint."""
+        tensors = contents.weights(self.model.trained, owned)
         if step > 0:
-            tensors |= contents.optimizer_states(self.optimizer, owned=True)
+            tensors |= contents.optimizer_states(self.optimizer, owned)
             tensors |= contents.extra_states(self.optimizer, self.topology.rank)
-        tensors |= contents.random_state(self.topology.rank, self.model.device)
+        return tensors | contents.random_state(self.topology.rank, self.model.device)
+
+    def _state(self, step: int, replaceable: bool = False) -> State:
         config = self.plan.config
         position = self.plan.batches.after(step)
-        state = State(
+        return State(
             step=step,
             consumed_samples=position.samples,
             optimizer=config.optim.name,
@@ -372,8 +422,6 @@ class Checkpointer:
             replaceable=replaceable,
             spikes=None if self.guard is None else self.guard.state(),
         )
-        self.saver.start(tensors, state)
-        self._saved = step
 
     def _report(self, text: str) -> None:
         """Write a line to stderr on rank 0; stdout has the progress line."""

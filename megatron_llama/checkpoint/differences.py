@@ -22,7 +22,6 @@ from megatron_llama.data.record import differences as record_differences
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import BatchSchedule, all_sizes
 from megatron_llama.plan.derive import COSINE, derive_optimizer
-from megatron_llama.system.object_store import Location
 from megatron_llama.topology import AXIS_NAMES
 
 FREE, LOGGED, FIXED = "free", "logged", "fixed"
@@ -42,7 +41,7 @@ SETTINGS = {
         "device": "name peak_tflops memory_gib",
         "logging": "every_steps tensorboard csv prometheus wandb wandb_project trackio mlflow parameter_norm "
         "sample_prompts sample_tokens",
-        "checkpoint": "every_steps every_minutes keep keep_every keep_best resume allow save_last "
+        "checkpoint": "every_steps memory_every_steps every_minutes keep keep_every keep_best resume allow save_last "
         "dir export_hf asynchronous save_timeout_seconds max_failed_saves fallback_dir",
         "launch": "hosts hostfile ssh",
         "run": "dir",
@@ -157,7 +156,7 @@ def data_record(state: State) -> Record:
     return state.data
 
 
-def check_allowed(differences: Sequence[Difference], allow: Sequence[str], folder: Location) -> None:
+def check_allowed(differences: Sequence[Difference], allow: Sequence[str], folder: object) -> None:
     """Raise ConfigError with all differences that are neither accepted nor in ``allow``."""
     rejected = [d for d in differences if d.kind == FIXED or (d.kind in ALLOWED and d.kind not in allow)]
     needed = {*allow, *(difference.kind for difference in rejected)}

@@ -96,6 +96,8 @@ class Manifest:
     """File name to bytes."""
     text: str = ""
     """Content of checkpoint.json; only of ``merge``."""
+    start: int = 0
+    """Number of the run's start that wrote it; only of copies in memory (memory_copies.py)."""
 
     def locate(self, path: str | None) -> str | None:
         """Return the absolute path of an existing file for a relative path in the settings (init_from is absolute).
@@ -145,23 +147,31 @@ def merge(folder: Location, state: State, writer: str = "") -> Manifest:
             if (whole["dtype"], whole["shape"]) != (described["dtype"], described["shape"]):
                 raise CorruptFile(f"{folder}: ranks wrote {name} with different shapes")
             whole["chunks"] += described["chunks"]
-    body = {
-        "format": FORMAT,
-        "version": VERSION,
-        "state": asdict(state),
-        "hash": HASH,
-        "block_bytes": BLOCK_BYTES,
-        "files": files,
-        "tensors": tensors,
-    }
+    body = manifest_body(state, files, tensors)
     manifest = parse_manifest(folder, body)  # publish only manifests that can be read
-    manifest.text = json.dumps({**body, "checksum": _checksum(body)}, indent=1)
+    manifest.text = with_checksum(body)
     return manifest
 
 
-def read_manifest(folder: Location) -> Manifest:
-    """Read the manifest of a checkpoint. Raises CorruptFile."""
-    path = folder / NAME
+def manifest_body(state: State, files: Mapping[str, int], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a manifest without its checksum.
+
+    Args:
+        files: File name to bytes.
+        tensors: Tensor name to dtype, shape and chunks, as JSON.
+    """
+    head = {"format": FORMAT, "version": VERSION, "state": asdict(state), "hash": HASH, "block_bytes": BLOCK_BYTES}
+    return {**head, "files": files, "tensors": tensors}
+
+
+def with_checksum(body: Mapping[str, Any]) -> str:
+    """Return the text of a manifest."""
+    return json.dumps({**body, "checksum": _checksum(body)}, indent=1)
+
+
+def read_manifest(folder: Location, name: str = NAME) -> Manifest:
+    """Read the manifest of a checkpoint, or of the copy of a rank's tensors (memory_copies.py). Raises CorruptFile."""
+    path = folder / name
     body = read_json(path)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CorruptFile(f"{path}: is not a checkpoint manifest")
@@ -170,16 +180,18 @@ def read_manifest(folder: Location) -> Manifest:
     checksum = body.pop("checksum", None)
     if checksum != _checksum(body):
         raise CorruptFile(f"{path}: wrong checksum")
-    return parse_manifest(folder, body)
+    return parse_manifest(folder, body, name)
 
 
-def parse_manifest(folder: Location, body: dict[str, Any]) -> Manifest:
-    """Validate parsed JSON and return the manifest. Raises CorruptFile."""
+def parse_manifest(folder: Location, body: dict[str, Any], file: str = NAME) -> Manifest:
+    """Validate the parsed JSON of ``file`` and return the manifest. Raises CorruptFile."""
     try:
         state = State(**body["state"])
         files = {check_file_name(name): parse_shape([size])[0] for name, size in body["files"].items()}
         block_bytes = parse_shape([body["block_bytes"]])[0]
         tensors = {name: _tensor(name, entry, files, block_bytes) for name, entry in body["tensors"].items()}
+        for name, tensor in tensors.items() if file == NAME else ():  # another file has the rectangles of one rank
+            check_cover(name, tensor.shape, [(chunk.offset, chunk.size) for chunk in tensor.chunks])
         if body["hash"] != HASH or not all(type(n) is int for n in (state.step, state.consumed_samples, state.updates)):
             raise ValueError(f"hash {body['hash']!r}")
         for name in ("model", "data", "finetune"):
@@ -190,17 +202,17 @@ def parse_manifest(folder: Location, body: dict[str, Any]) -> Manifest:
         if not isinstance(data.get("tokenizer"), str | None):
             raise ValueError(f"data.tokenizer is {data['tokenizer']!r}"[:200])
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptFile(f"{folder / NAME}: a value is missing or has the wrong type ({error!r})") from error
+        raise CorruptFile(f"{folder / file}: a value is missing or has the wrong type ({error!r})") from error
     except CorruptFile as error:
-        raise CorruptFile(f"{folder / NAME}: {error}") from error
-    return Manifest(state, CheckpointTensors(folder, tensors, block_bytes), files)
+        raise CorruptFile(f"{folder / file}: {error}") from error
+    return Manifest(state, CheckpointTensors(folder, tensors, block_bytes), files, start=int(body.get("start", 0)))
 
 
 def _tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, int], block_bytes: int) -> ChunkedTensor:
     shape, dtype = parse_shape(entry["shape"]), DTYPES[entry["dtype"]]
-    chunks = [_chunk(name, chunk, dtype.itemsize, files, block_bytes) for chunk in entry["chunks"]]
-    check_cover(name, shape, [(chunk.offset, chunk.size) for chunk in chunks])
-    return ChunkedTensor(dtype, shape, chunks)
+    return ChunkedTensor(
+        dtype, shape, [_chunk(name, chunk, dtype.itemsize, files, block_bytes) for chunk in entry["chunks"]]
+    )
 
 
 def _chunk(name: str, entry: Mapping[str, Any], itemsize: int, files: Mapping[str, int], block_bytes: int) -> Chunk:

@@ -119,7 +119,9 @@ class CheckpointTensors(Stored):
 
     def verify_file(self, file: str) -> None:
         """Verify all hashes of a file, and its header against the manifest. Raises CorruptFile."""
-        tensors = {_key(n, c.offset): (t.dtype, c) for n, t in self.tensors.items() for c in t.chunks if c.file == file}
+        tensors = {
+            part_key(n, c.offset): (t.dtype, c) for n, t in self.tensors.items() for c in t.chunks if c.file == file
+        }
         in_order = dict(sorted(tensors.items(), key=lambda item: item[1][1].start))
         header, starts = safetensors_header({key: (dtype, c.size) for key, (dtype, c) in in_order.items()})
         with _open(self.folder / file) as content:
@@ -166,15 +168,20 @@ def save_part(tensors: Mapping[str, Rectangles], folder: Location, rank: int, wr
             written = [_write_file(file, names[0], parts)]
             file.flush()
             os.fsync(file.fileno())
+    described = describe_chunks(tensors, (chunk for _, chunks in written for chunk in chunks))
+    sizes = {name: size for name, (size, _) in zip(names, written, strict=True)}
+    write_atomically(folder / description, json.dumps({"files": sizes, "tensors": described}))
+
+
+def describe_chunks(tensors: Mapping[str, Rectangles], chunks: Iterable[tuple[str, Chunk]]) -> dict[str, Any]:
+    """Return dtype, shape and chunks of each tensor, as JSON."""
     described: dict[str, dict[str, Any]] = {
         name: {"dtype": DTYPE_NAMES[whole.parts[0][1].dtype], "shape": list(whole.shape), "chunks": []}
         for name, whole in tensors.items()
     }
-    for _, chunks in written:
-        for name, chunk in chunks:
-            described[name]["chunks"].append(asdict(chunk))
-    sizes = {name: size for name, (size, _) in zip(names, written, strict=True)}
-    write_atomically(folder / description, json.dumps({"files": sizes, "tensors": described}))
+    for name, chunk in chunks:
+        described[name]["chunks"].append(asdict(chunk))
+    return described
 
 
 Part = tuple[str, Shape, torch.Tensor]
@@ -211,18 +218,22 @@ def _write_file(file: Any, file_name: str, parts: Sequence[Part]) -> tuple[int, 
 
     The header is written last: a truncated file has no header.
     """
-    entries = {_key(name, offset): (part.dtype, tuple(part.shape)) for name, offset, part in parts}
-    header, starts = safetensors_header(entries)
+    header, starts = part_header(parts)
     chunks = []
     file.seek(len(header))
     with ThreadPoolExecutor(1) as hasher:
         for name, offset, part in parts:
             hashes = tuple(_write_blocks(file, part.detach().contiguous(), hasher))
-            chunks.append((name, Chunk(file_name, starts[_key(name, offset)], offset, tuple(part.shape), hashes)))
+            chunks.append((name, Chunk(file_name, starts[part_key(name, offset)], offset, tuple(part.shape), hashes)))
     size = file.tell()
     file.seek(0)
     file.write(header)
     return max(size, len(header)), chunks
+
+
+def part_header(parts: Iterable[Part]) -> tuple[bytes, dict[str, int]]:
+    """Return the header of a safetensors file with these rectangles, and the first byte of each by ``part_key``."""
+    return safetensors_header({part_key(name, offset): (part.dtype, tuple(part.shape)) for name, offset, part in parts})
 
 
 def _read_items(name: str, tensor: ChunkedTensor, targets: Rectangles) -> list[ReadItem]:
@@ -255,19 +266,28 @@ def _read(file: BinaryIO, start: int, into: memoryview) -> None:
         raise CorruptFile(f"{file.name}: is truncated at byte {start + count}")
 
 
-def _key(name: str, offset: Iterable[int]) -> str:
+def part_key(name: str, offset: Iterable[int]) -> str:
     """Return a chunk's name in its file: tensor name and offset."""
     return f"{name}@{','.join(map(str, offset))}"
 
 
 def _write_blocks(file: Any, tensor: torch.Tensor, hasher: Executor) -> Iterator[str]:
     """Append the values; yield the hash of each block, computed in a thread during the write."""
-    rows = block_rows(tuple(tensor.shape), tensor.dtype.itemsize, BLOCK_BYTES)
-    for start in range(0, tensor.shape[0], rows):
-        block = _memory(tensor[start : start + rows].reshape(-1).view(torch.uint8))
+    for block in _blocks(tensor):
         digest = hasher.submit(_digest, block)
         file.write(block)
         yield digest.result()
+
+
+def hash_blocks(tensor: torch.Tensor) -> tuple[str, ...]:
+    """Return the hash of each block of rows."""
+    return tuple(map(_digest, _blocks(tensor)))
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    rows = block_rows(tuple(tensor.shape), tensor.dtype.itemsize, BLOCK_BYTES)
+    for start in range(0, tensor.shape[0], rows):
+        yield _memory(tensor[start : start + rows].reshape(-1).view(torch.uint8))
 
 
 def _memory(values: torch.Tensor) -> memoryview:

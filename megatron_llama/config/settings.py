@@ -577,6 +577,9 @@ class CheckpointConfig:
     """Failed saves in a row after which the run stops with status 1. It also stops if its last checkpoint fails."""
     fallback_dir: Annotated[str | None, not_blank("must be a folder", "/scratch/checkpoints")] = None
     """Another folder, where a run that stops for failed saves tries to save its last checkpoint."""
+    memory_every_steps: Annotated[int | None, at_least(1)] = None
+    """Steps between copies of the training state in host memory, from which a restarted run resumes; null: none. Needs
+    2 copies on each host's /dev/shm, 4 with several hosts. See docs/guides/training/resume.md."""
 
 
 @dataclass

@@ -35,6 +35,8 @@ _HEADER = """\
 # command line overrides them. Derived settings are derived again from:
 """
 _REQUESTED = "# requested: "
+MEMORY_KEY = "memory.json"
+"""File next to a run's checkpoints that names the folder of its copies in memory, while there are copies."""
 _STEP = re.compile(r"step_(\d{8,})")
 
 
@@ -52,8 +54,10 @@ def to_yaml(config: Config, requested: Config | None = None) -> str:
 
 
 def has_run(folder: Path) -> bool:
-    """Return whether a folder has settings and a checkpoint to resume from."""
-    return os.path.isfile(folder / NAME) and bool(stored_steps(folder))
+    """Return whether a folder has settings and a checkpoint, or copies in memory, to resume from."""
+    if not os.path.isfile(folder / NAME):
+        return False
+    return bool(stored_steps(folder)) or (checkpoint_folder(folder) / MEMORY_KEY).is_file()
 
 
 def checkpoint_folder(folder: Path, config: Config | None = None) -> Location:
@@ -82,6 +86,12 @@ def list_steps(checkpoints: Location) -> list[int]:
         names = os.listdir(checkpoints)
     matches = map(_STEP.fullmatch, names)
     return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+
+def step_of(name: str) -> int:
+    """Return the step of a checkpoint's folder name; 0 for another name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else 0
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

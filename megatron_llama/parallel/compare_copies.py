@@ -17,12 +17,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_llama import devices
+from megatron_llama.parallel.groups import gather_objects
 from megatron_llama.parallel.shards import Shard
 from megatron_llama.system.errors import TrainingFault
 from megatron_llama.topology import Topology
@@ -135,8 +136,7 @@ class Copies:
         """Describe the copies that differ. A collective. ``tensors``: this rank's parts of groups that differ."""
         local = [self._digest([tensor]) for tensor in tensors.values()]
         digests = dict(zip(tensors, torch.stack(local).tolist() if local else [], strict=True))
-        gathered: list[Any] = [None] * self._topology.world_size
-        dist.all_gather_object(gathered, (socket.gethostname(), digests))
+        gathered = gather_objects((socket.gethostname(), digests))
         holders: dict[Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for rank, (_, of_rank) in enumerate(gathered):
             for key, digest in of_rank.items():
@@ -160,10 +160,8 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 def _find_groups(tensors: Iterable[Key]) -> list[_Group]:
     """Return the groups of ranks that hold the same copies, in the same order on all ranks. A collective."""
     keys = {blake2b(repr(tuple(key)).encode(), digest_size=8).digest(): key for key in sorted(tensors)}
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, [*keys])
     holders: dict[bytes, list[int]] = defaultdict(list)
-    for rank, hashes in enumerate(gathered):
+    for rank, hashes in enumerate(gather_objects([*keys])):
         for each in hashes:
             holders[each].append(rank)
     used, groups = Counter[int](), []

@@ -21,7 +21,6 @@ import torch
 import torch._dynamo.config as dynamo
 import torch._functorch.config as functorch
 import torch._inductor.config as inductor
-import torch.distributed as dist
 
 from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.config import ConfigError, Problem
@@ -29,6 +28,7 @@ from megatron_llama.devices import Device
 from megatron_llama.devices.compile_cache import check_private, compile_folder, confine_inductor
 from megatron_llama.devices.private_folder import make_private
 from megatron_llama.parallel.async_tp import NotOverlapped, Overlap, enable_async_overlap, no_overlap_error
+from megatron_llama.parallel.groups import gather_objects
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import curriculum_lengths
 from megatron_llama.system.files import file_lock, write_atomically
@@ -378,9 +378,7 @@ class Compilations:
 
 def gather(graphs: Sequence[Graph]) -> Compilations:
     """Gather the graphs of all ranks. A collective."""
-    by_rank: list[list[Graph]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(by_rank, list(graphs))
-    return Compilations(dict(enumerate(by_rank)))
+    return Compilations(dict(enumerate(gather_objects(list(graphs)))))
 
 
 def write_report(compilations: Compilations, plan: Plan) -> Path:

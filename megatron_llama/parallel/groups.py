@@ -184,8 +184,7 @@ def raise_on_all_ranks(error: Exception | Sequence[Problem] | None) -> None:
     the lowest rank's exception is raised; other ranks raise a pickled copy.
     """
     local = error.problems if isinstance(error, ConfigError) else error
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, local)
+    gathered: list[Any] = gather_objects(local)
     problems: list[Problem] = []
     for reported in gathered:
         if not isinstance(reported, Exception):  # not a set below: a problem's value may be a list
@@ -196,6 +195,13 @@ def raise_on_all_ranks(error: Exception | Sequence[Problem] | None) -> None:
     for reported in gathered:
         if isinstance(reported, Exception):
             raise reported
+
+
+def gather_objects(value: T) -> list[T]:
+    """Return each rank's ``value``, by rank. A collective over all ranks; pickles the values."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 @contextmanager

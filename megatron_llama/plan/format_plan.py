@@ -278,6 +278,8 @@ def _checkpoints(plan: Plan) -> str:
     if saves.every_minutes:
         minutes = f"{saves.every_minutes:g}"
         parts.append(f"every {minutes} {'minute' if minutes == '1' else 'minutes'}")
+    if saves.memory_every_steps:
+        parts.append(f"in memory every {saves.memory_every_steps:,} {plural(saves.memory_every_steps, 'step')}")
     parts += ["at the end"] * saves.save_last + ["when stopped by a signal"]
     parts += [f"in {saves.dir}"] if saves.dir else []
     keep = KEPT_BY_TIME if plan.replaces_checkpoints else saves.keep

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.devices import Device, Peak
-from megatron_llama.parallel.groups import broadcast_from_rank_0
+from megatron_llama.parallel.groups import broadcast_from_rank_0, gather_objects
 from megatron_llama.plan import Plan
 from megatron_llama.system.files import read_json, write_atomically
 from megatron_llama.system.limits import usable_cores
@@ -68,8 +68,7 @@ def _mean(plan: Plan, device: Device, torch_device: torch.device) -> Peak:
 
 def _local_cores_and_threads() -> tuple[int, int]:
     """Return the cores that the ranks of this host may use, and the number of their threads."""
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (platform.node(), usable_cores(), torch.get_num_threads()))
+    ranks = gather_objects((platform.node(), usable_cores(), torch.get_num_threads()))
     local = [(cores, threads) for host, cores, threads in ranks if host == platform.node()]
     return len(set[int]().union(*(cores for cores, _ in local))), sum(threads for _, threads in local)
 

@@ -142,6 +142,7 @@ class SpikeGuard(StepGuard):
         count = f"rewind {self.counts.rewinds} of {self.trainer.spike_rewinds}"
         _report(f"{text}; back to step {saved[0]}, without the samples up to {position.samples:,} ({count})")
         self._resumes_at = position, checkpointer.data.record(position.samples)
+        checkpointer.forget_copies()
         raise Rewind
 
     def metrics(self) -> dict[str, float]:

@@ -15,6 +15,7 @@ from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.settings import DataConfig
 from megatron_llama.parallel import Shard
+from megatron_llama.parallel.groups import gather_objects
 from megatron_llama.system.errors import TrainingFault
 from megatron_llama.system.wrapping import wrap
 
@@ -119,11 +120,9 @@ def _describe_nonfinite(shards: Sequence[Shard]) -> str:
     """Describe the first non-finite weight of each rank, otherwise the first gradient. A collective."""
     names = [f"the weight {s.name}" for s in shards if not s.values.isfinite().all()]
     names = names or [f"the gradient of {s.name}" for s in shards if s.grad is not None and not s.grad.isfinite().all()]
-    by_rank: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(by_rank, names)
     descriptions = [
         f"rank {rank}: {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} not finite"
-        for rank, names in enumerate(by_rank)
+        for rank, names in enumerate(gather_objects(names))
         if names
     ]
     return ", ".join(descriptions) or "each weight and gradient is finite"

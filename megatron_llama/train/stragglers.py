@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_llama.devices import Device
 from megatron_llama.parallel import ParallelModel
+from megatron_llama.parallel.groups import gather_objects
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.train.metrics import MetricsLogger
@@ -152,8 +153,7 @@ class StragglerWatch:
         verdict = self._stragglers.update(busy)
         metrics |= {"slowest_rank": verdict.slowest, "slowest_rank_ratio": verdict.ratio}
         if verdict.started or verdict.ended:  # equal on all ranks
-            hosts: list[Any] = [None] * self._world
-            dist.all_gather_object(hosts, socket.gethostname())
+            hosts = gather_objects(socket.gethostname())
             if logger is not None:
                 logger.print_lines([*self._lines(step, verdict, busy, hosts)])
 

@@ -181,6 +181,7 @@ CHANGES: dict[str, Change] = {
     "checkpoint.resume": Change("runs/one/checkpoints/step_00000003"),
     "checkpoint.allow": Change(["optim"]),
     **of("checkpoint", "save_last=False export_hf=True asynchronous=False"),
+    "checkpoint.memory_every_steps": Change(10),
     **of("checkpoint", "save_timeout_seconds=0.0 max_failed_saves=1 fallback_dir=other"),
     "launch.hosts": Change(["one", "two"], world=2),
     "launch.hostfile": Change("hosts.txt"),

@@ -144,6 +144,7 @@ BOUNDS: dict[str, Bounds] = {
     "logging.trackio": (["", " "], [None, "a project"]),
     "logging.mlflow": (["", " "], [None, "an experiment"]),
     "checkpoint.save_timeout_seconds": ([-1], [0, 600]),
+    "checkpoint.memory_every_steps": ([0], [None, 1]),
     "checkpoint.fallback_dir": (["", " "], [None, "other"]),
     "checkpoint.every_minutes": ([-1], [None, 0, 0.5, 15.0]),
     "checkpoint.allow": ([["lr"], ["data", "data"]], [[], ["data"], ["optim", "batch"]]),

@@ -43,7 +43,7 @@ _ONLY_STEPS = (
     *("trainer.epochs=null", "trainer.max_restarts=0", "trainer.val_every_steps=0"),
     *("optim.warmup_steps=0", "optim.warmup_ratio=null", "optim.constant_steps=0"),
     *("checkpoint.resume=never", "checkpoint.every_steps=null", "checkpoint.every_minutes=0"),
-    *("checkpoint.save_last=false", "checkpoint.dir=null"),
+    *("checkpoint.save_last=false", "checkpoint.dir=null", "checkpoint.memory_every_steps=null"),
     *("checkpoint.keep_best=false", "checkpoint.export_hf=false"),
     *("logging.tensorboard=false", "logging.sample_prompts=[]"),
 )

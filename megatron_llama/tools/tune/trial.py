@@ -47,6 +47,7 @@ TRIAL_OVERRIDES = (
     "checkpoint.export_hf=false",
     "checkpoint.resume=never",
     "checkpoint.dir=null",
+    "checkpoint.memory_every_steps=null",
 )
 """Overrides of a trial: no files, checkpoints or validation."""
 SLOW_FACTOR = 2.0

@@ -1,0 +1,421 @@
+"""Copies of the newest steps in host memory: a restart loses at most ``checkpoint.memory_every_steps`` steps.
+
+Each rank has two files on its host's RAM disk, which survive the rank and its launcher, and writes them in turn. If the
+ranks are on several nodes, the next node keeps the same two files. A file has all weights and states of its rank, also
+those with replicas on other ranks, so a rank reads only its own file, and another layout cannot use the copies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_llama import devices
+from megatron_llama.checkpoint.folder import delete
+from megatron_llama.checkpoint.manifest import Manifest, State, manifest_body, read_manifest, with_checksum
+from megatron_llama.checkpoint.rank_files import (
+    Chunk,
+    Part,
+    describe_chunks,
+    hash_blocks,
+    part_header,
+    part_key,
+    part_name,
+)
+from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
+from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.stored import MEMORY_KEY
+from megatron_llama.devices.private_folder import exposure, make_private
+from megatron_llama.parallel.groups import broadcast_from_rank_0, gather_objects, sync_errors
+from megatron_llama.system.files import read_json, write_atomically
+from megatron_llama.system.object_store import Location
+from megatron_llama.system.tables import gib
+
+SLOTS = 2
+_FILE = re.compile(r"rank_(\d+)\.(\d)\.(json|safetensors)")
+_MESSAGE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class MemoryCopy:
+    """A step of which each rank has a copy on some node."""
+
+    step: int
+    start: int
+    """Number of the run's start that made the copy: with other settings, a start has other values at the same step."""
+
+    def __str__(self) -> str:
+        return f"the copy of step {self.step} in memory"
+
+
+@dataclass(frozen=True)
+class Register:
+    """Content of MEMORY_KEY: the valid copies of a run. A node that was lost may return with others."""
+
+    folder: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Folder of the copies on each node."""
+    start: int = 0
+    """Number of the newest start, whose copies are valid."""
+    resumed: MemoryCopy | None = None
+    """The copy from which that start has resumed, which is valid too."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch("[0-9a-f]{16}", self.folder):
+            raise ValueError(f"{self.folder!r} is not the name of a folder")
+
+    @classmethod
+    def read(cls, checkpoints: Location) -> Register:
+        """Read a run's register; return a new one if the run has none, or a damaged one."""
+        with suppress(OSError, ValueError, TypeError, AttributeError):
+            values = read_json(checkpoints / MEMORY_KEY)
+            resumed = values["resumed"] and MemoryCopy(**values["resumed"])
+            return cls(values["folder"], values["start"], resumed)
+        return cls()
+
+    def write(self, checkpoints: Location) -> None:
+        """Write the register. Raises OSError."""
+        if isinstance(checkpoints, Path):
+            checkpoints.mkdir(parents=True, exist_ok=True)
+        write_atomically(checkpoints / MEMORY_KEY, json.dumps(asdict(self)))
+
+
+class MemoryCopies:
+    """This rank's copies, and those that it keeps for ranks of the previous node."""
+
+    def __init__(self, checkpoints: Location, rank: int, device: torch.device, every: int) -> None:
+        """Find the copies of earlier starts. A collective. Raises ConfigError if the RAM disk cannot be used."""
+        self.every = every
+        self._checkpoints, self._rank, self._device = checkpoints, rank, device
+        with _synced_errors(every):
+            node = _identify_node()
+        self._nodes = gather_objects(node)
+        self._partners = _partners(self._nodes)
+        self._sources = [source for source, partner in enumerate(self._partners) if partner == rank]
+        self._group = dist.new_group(backend="gloo") if len(set(self._nodes)) > 1 else None
+        self._register = broadcast_from_rank_0(lambda: Register.read(checkpoints))
+        self._slots = self._find_copies()
+        """Slots of the copies on this node, by rank and copy."""
+        self._slots_of_ranks = gather_objects(self._slots)
+        self._slot = 0
+        """Slot of this rank's newest copy."""
+        self._buffers: dict[tuple[int, int], torch.Tensor] = {}
+        """The mapped files, by rank and slot."""
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def steps(self) -> list[MemoryCopy]:
+        """Return the steps of which each rank has a copy, newest first."""
+        files, ranks = {file for slots in self._slots_of_ranks for file in slots}, range(len(self._nodes))
+        copies = {copy for _, copy in files if all((rank, copy) in files for rank in ranks)}
+        return sorted(copies, key=lambda copy: copy.step, reverse=True)
+
+    def load(self, copy: MemoryCopy) -> Manifest:
+        """Return this rank's copy of a step, fetched from another node if it is missing or damaged. A collective.
+
+        Raises CorruptFile on all ranks if a rank has no intact copy.
+        """
+        key = (self._rank, copy)
+        manifest = self._read(self._rank, self._slots[key]) if key in self._slots else None
+        for rank, lacks in enumerate(gather_objects(manifest is None)):
+            holders = [other for other, slots in enumerate(self._slots_of_ranks) if (rank, copy) in slots]
+            holders = [other for other in holders if self._nodes[other] != self._nodes[rank]]
+            if lacks and holders and self._rank == holders[0]:
+                _wait(self._send(rank, self._slots[rank, copy], rank))
+            elif lacks and holders and self._rank == rank:
+                make_private(self._folder)
+                self._slots[key] = self._receive(holders[0])
+                manifest = self._read(rank, self._slots[key])
+        missing = [str(rank) for rank, lacks in enumerate(gather_objects(manifest is None)) if lacks]
+        if manifest is None or missing:
+            raise CorruptFile(f"rank {', '.join(missing)} has no intact file")
+        self._slot = self._slots[key]
+        return manifest
+
+    def open(self, tensors: Mapping[str, Rectangles], resumed: MemoryCopy | None) -> str:
+        """Reserve the memory; delete all copies but the one from which the run has resumed. A collective.
+
+        Args:
+            tensors: This rank's tensors, in each copy.
+
+        Returns:
+            A line about the memory for the console.
+
+        Raises:
+            ConfigError: On all ranks, if a node has too little memory.
+        """
+        is_first = self._ranks_here[0] == self._rank
+        self._register = replace(self._register, start=self._register.start + 1, resumed=resumed)
+        with sync_errors(OSError):
+            if self._rank == 0:
+                self._register.write(self._checkpoints)
+        with _synced_errors(self.every):
+            make_private(self._folder)
+            if is_first:
+                self._clean()
+        parts = _in_order(tensors)
+        sizes = gather_objects(len(part_header(parts)[0]) + sum(part.nbytes for _, _, part in parts))
+        files = {(rank, slot): sizes[rank] for rank in (self._rank, *self._sources) for slot in range(SLOTS)}
+        missing = sum(max(0, size - _size(self._file(*key))) for key, size in files.items())
+        by_rank = gather_objects((missing, sum(files.values())))
+        missing, total = (sum(by_rank[rank][part] for rank in self._ranks_here) for part in range(2))
+        with _synced_errors(self.every):
+            if is_first and missing > (free := _free_memory()):
+                raise OSError(0, f"{socket.gethostname()} has {gib(free)} free there, and needs {gib(missing)}")
+        with _synced_errors(self.every):
+            for (rank, slot), size in files.items():
+                self._reserve(rank, slot, size)
+        if resumed is not None and self._group is not None:
+            self._send_again(resumed)
+        return f"copies in memory every {self.every} steps: {gib(total)} in {self._folder}"
+
+    def _send_again(self, copy: MemoryCopy) -> None:
+        """Send this rank's copy to the other node if that has none: it may have replaced a lost one. A collective."""
+        lacking = [source for source in self._sources if (source, copy) not in self._slots]
+        missing = {source for sources in gather_objects(lacking) for source in sources}
+        partner, sent = self._partners[self._rank], list[tuple[dist.Work, torch.Tensor]]()
+        if partner is not None and self._rank in missing:
+            sent = self._send(self._rank, self._slot, partner)
+        for source in lacking:
+            self._receive(source)
+        _wait(sent)
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, Rectangles], state: State) -> None:
+        """Copy the tensors. A thread hashes them and exchanges copies with other nodes. Call ``wait`` before."""
+        slot = self._slot = 1 - self._slot
+        self._file(self._rank, slot, ".json").unlink(missing_ok=True)
+        parts, buffer = _in_order(tensors), self._buffers[self._rank, slot]
+        header, starts = part_header(parts)
+        buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        copies: list[Part] = []
+        for name, offset, part in parts:
+            start = starts[part_key(name, offset)]
+            copies.append((name, offset, buffer[start : start + part.nbytes].view(part.dtype).view(part.shape)))
+            copies[-1][2].copy_(part, non_blocking=True)
+        if devices.of(self._device).asynchronous:
+            torch.get_device_module(self._device).synchronize()
+
+        def finish() -> None:
+            file = self._file(self._rank, slot).name
+            chunks = [
+                (name, Chunk(file, starts[part_key(name, offset)], offset, tuple(copy.shape), hash_blocks(copy)))
+                for name, offset, copy in copies
+            ]
+            body = manifest_body(state, {file: buffer.numel()}, describe_chunks(tensors, chunks))
+            self._write(self._rank, slot, with_checksum({**body, "start": self._register.start}))
+            partner = self._partners[self._rank]
+            sent = [] if partner is None else self._send(self._rank, slot, partner)
+            for source in self._sources:
+                self._receive(source)
+            _wait(sent)
+
+        self._run(finish)
+
+    def wait(self) -> None:
+        """Wait until the copy in progress is complete. Raises its error."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def delete(self) -> None:
+        """Delete all copies of the run, because its newest step is on disk or the copies are invalid. A collective."""
+        self.wait()
+        gather_objects(None)  # other ranks may still receive
+        self._buffers.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._rank == 0:
+            delete(self._checkpoints / MEMORY_KEY)
+
+    @property
+    def _folder(self) -> Path:
+        return _user_folder() / self._register.folder
+
+    @property
+    def _ranks_here(self) -> list[int]:
+        """Ranks on this node."""
+        return [rank for rank, node in enumerate(self._nodes) if node == self._nodes[self._rank]]
+
+    def _file(self, rank: int, slot: int, suffix: str = ".safetensors") -> Path:
+        return self._folder / part_name(rank, str(slot)).replace(".json", suffix)
+
+    def _find_copies(self) -> dict[tuple[int, MemoryCopy], int]:
+        """Return the slots of valid copies on this node, by rank and copy. Reports copies of more or fewer ranks."""
+        slots, others, size, register = {}, set[int](), len(self._nodes), self._register
+        for path in self._folder.glob("rank_*.json"):
+            match = _FILE.fullmatch(path.name)
+            with suppress(CorruptFile):
+                manifest = read_manifest(path.parent, path.name)
+                copy = MemoryCopy(manifest.state.step, manifest.start)
+                if manifest.state.world_size != size:
+                    others.add(manifest.state.world_size)
+                elif match and (copy.start == register.start or copy == register.resumed):
+                    slots[int(match[1]), copy] = int(match[2])
+        if others and self._rank == 0:
+            sys.stderr.write(f"checkpoint: the copies in memory are of {max(others)} ranks, not {size}: not used\n")
+        return slots
+
+    def _clean(self) -> None:
+        """Delete the files on this node, except valid copies and files that will be written again."""
+        here, slots = self._ranks_here, self._find_copies()
+        ranks = {rank for rank, partner in enumerate(self._partners) if rank in here or partner in here}
+        for path in self._folder.iterdir():
+            match = _FILE.fullmatch(path.name)
+            rank, slot = (int(match[1]), int(match[2])) if match else (-1, -1)
+            is_valid = any(key[0] == rank and other == slot for key, other in slots.items())
+            if rank not in ranks or (path.suffix == ".json" and not is_valid):
+                path.unlink()
+
+    def _reserve(self, rank: int, slot: int, size: int) -> None:
+        """Map the file of a slot. Raises OSError if the memory does not suffice: a write would end the process."""
+        path = self._file(rank, slot)
+        with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+            file.truncate(size)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+        self._buffers[rank, slot] = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+    def _write(self, rank: int, slot: int, text: str) -> bool:
+        """Write the description of a copy, which makes it valid."""
+        try:
+            write_atomically(self._file(rank, slot, ".json"), text)
+        except OSError as error:
+            sys.stderr.write(f"checkpoint: a copy in memory is lost: {error.strerror}\n")
+            return False
+        return True
+
+    def _read(self, rank: int, slot: int) -> Manifest | None:
+        """Return the description of a copy; None if copy or description are damaged."""
+        try:
+            manifest = read_manifest(self._folder, self._file(rank, slot, ".json").name)
+            manifest.check_sizes()
+            manifest.stored.verify_file(self._file(rank, slot).name)
+        except CorruptFile as error:
+            sys.stderr.write(f"checkpoint: skipping a damaged copy in memory: {error}\n")
+            return None
+        return manifest
+
+    def _send(self, rank: int, slot: int, target: int) -> list[tuple[dist.Work, torch.Tensor]]:
+        """Begin to send a copy; return the operations for ``_wait``."""
+        if (rank, slot) not in self._buffers:
+            self._reserve(rank, slot, _size(self._file(rank, slot)))
+        text, buffer = bytearray(self._file(rank, slot, ".json").read_bytes()), self._buffers[rank, slot]
+        head = torch.tensor([rank, slot, len(text), buffer.numel()])
+        messages = [head, torch.frombuffer(text, dtype=torch.uint8), *buffer.split(_MESSAGE_BYTES)]
+        works = [(dist.isend(message, target, group=self._group), message) for message in messages]
+        return [(work, message) for work, message in works if work is not None]
+
+    def _receive(self, source: int) -> int:
+        """Receive a copy into the file of its slot; return the slot."""
+        head = torch.empty(4, dtype=torch.int64)
+        dist.recv(head, source, group=self._group)
+        rank, slot, length, size = map(int, head.tolist())
+        self._file(rank, slot, ".json").unlink(missing_ok=True)
+        if (rank, slot) not in self._buffers or self._buffers[rank, slot].numel() != size:
+            self._reserve(rank, slot, size)
+        text = torch.empty(length, dtype=torch.uint8)
+        for message in (text, *self._buffers[rank, slot].split(_MESSAGE_BYTES)):
+            dist.recv(message, source, group=self._group)
+        if self._write(rank, slot, bytes(text.numpy()).decode()) and self._read(rank, slot) is None:
+            self._file(rank, slot, ".json").unlink()
+        return slot
+
+    def _run(self, work: Callable[[], None]) -> None:
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as error:  # raised by ``wait``
+                self._error = error
+
+        self._thread = threading.Thread(target=guarded, name="memory copy", daemon=True)
+        self._thread.start()
+
+
+def check_layout(manifest: Manifest, targets: Mapping[str, Rectangles]) -> None:
+    """Raise CorruptFile unless a copy has the same rectangles as ``targets``."""
+    for name, target in targets.items():
+        tensor = manifest.stored.tensors.get(name)
+        chunks = [] if tensor is None else [(chunk.offset, chunk.size) for chunk in tensor.chunks]
+        if sorted(chunks) != sorted((tuple(offset), tuple(part.shape)) for offset, part in target.parts):
+            raise CorruptFile("its layout differs")
+
+
+def _in_order(tensors: Mapping[str, Rectangles]) -> list[Part]:
+    """Return all rectangles, those with larger numbers first: each is then aligned in a file."""
+    parts = [(name, offset, part) for name, whole in tensors.items() for offset, part in whole.parts]
+    return sorted(parts, key=lambda part: -part[2].dtype.itemsize)
+
+
+def _partners(nodes: Sequence[str]) -> list[int | None]:
+    """Return for each rank the rank on the next node that keeps its copies; None on a single node."""
+    ranks = {node: [rank for rank, other in enumerate(nodes) if other == node] for node in nodes}
+    following = dict(zip(ranks, [*ranks][1:] + [*ranks][:1], strict=True))
+    if len(ranks) == 1:
+        return [None] * len(nodes)
+    return [
+        ranks[following[node]][ranks[node].index(rank) % len(ranks[following[node]])] for rank, node in enumerate(nodes)
+    ]
+
+
+def _identify_node() -> str:
+    """Return a text that identifies the RAM disk of this host. Raises OSError if it is missing or not private."""
+    status = os.stat(ram_disk())
+    make_private(_user_folder())
+    if (exposed := exposure(_user_folder())) is not None:
+        raise OSError(0, f"{exposed[0]}; {exposed[1]}")
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{boot.read_text().strip() if boot.exists() else socket.gethostname()} {status.st_dev} {status.st_ino}"
+
+
+def ram_disk() -> Path:
+    """Return the folder of files in host memory; outside of Linux, the folder for temporary files."""
+    return Path("/dev/shm" if sys.platform == "linux" else tempfile.gettempdir())
+
+
+def _user_folder() -> Path:
+    return ram_disk() / f"megatron_llama-{os.getuid()}"
+
+
+def _free_memory() -> int:
+    """Return the free bytes of the RAM disk, at most the available memory of the host."""
+    free = shutil.disk_usage(ram_disk()).free
+    with suppress(OSError):  # not Linux
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = min(free, int(lines["MemAvailable"].split()[0]) << 10)
+    return free
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _wait(works: Sequence[tuple[dist.Work, torch.Tensor]]) -> None:
+    for work, _ in works:
+        work.wait()
+
+
+@contextmanager
+def _synced_errors(every: int) -> Iterator[None]:
+    """Raise OSError of any rank as ConfigError on all ranks."""
+    with sync_errors(ConfigError):
+        try:
+            yield
+        except OSError as error:
+            rule = f"cannot use {ram_disk()}: {error.strerror}"
+            instead = f"enlarge {ram_disk()} (mount -o remount,size=..., docker run --shm-size=...), or omit it"
+            raise ConfigError([Problem("checkpoint.memory_every_steps", every, rule, instead)]) from error

@@ -1,0 +1,251 @@
+"""checkpoint.memory_every_steps: copies in host memory, on one node and on several."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_llama.checkpoint import memory_copies
+from megatron_llama.checkpoint.checkpointer import Checkpointer
+from tests.checkpoint.runner import Job, Run, assert_same, losses, run, with_each_step
+from tests.messages import raises_with_message
+from tests.processes import rank
+from tests.ranks import RankFailed
+
+EVERY = "checkpoint.memory_every_steps=2"
+FAILS_AT = 5
+LAYOUTS: dict[str, tuple[int, int, list[str]]] = {
+    "1 node": (2, 2, ["trainer.tp=2"]),
+    "2 nodes, zero": (2, 1, ["trainer.zero=3"]),
+    "2 nodes, replicas": (4, 2, ["trainer.zero=0", "optim.state_bits=8"]),
+    "2 nodes, pp": (2, 1, ["trainer.pp=2", "trainer.dp=1"]),
+}
+"""Ranks, ranks per node, settings."""
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Path]]:
+    """Give the ranks RAM disks of their nodes; returns the function that gets the ranks per node."""
+
+    def divide(per_node: int) -> list[Path]:
+        folders = [tmp_path / f"node{number}" for number in range(2)]
+        for folder in folders:
+            folder.mkdir(exist_ok=True)
+        monkeypatch.setattr(memory_copies, "ram_disk", lambda: folders[int(os.environ["RANK"]) // per_node])
+        return folders
+
+    return divide
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """Return the function that gives the run of a layout without copies and faults."""
+
+    @cache
+    def of_layout(layout: str) -> Run:
+        world, _, settings = LAYOUTS[layout]
+        return run(world, tmp_path_factory.mktemp("whole"), *settings, until=6)
+
+    return of_layout
+
+
+def fail(checkpointer: Checkpointer) -> None:
+    """Raise on all ranks after step FAILS_AT, when the copies are complete."""
+    after_step = checkpointer.after_step
+
+    def failing(step: int, *arguments: object) -> bool:
+        stop = after_step(step, *arguments)  # type: ignore[arg-type]
+        if step == FAILS_AT:
+            assert checkpointer.memory is not None
+            checkpointer.memory.wait()
+            dist.barrier()
+            raise RuntimeError("the ranks fail")
+        return stop
+
+    checkpointer.after_step = failing  # type: ignore[assignment,method-assign]
+
+
+def copies(folder: Path, rank: int, step: int, ending: str = ".json") -> Path:
+    """Return the file of a rank's copy on a node."""
+    (description,) = (
+        path for path in folder.glob(f"*/*/rank_{rank:05d}.*.json") if f'"step": {step},' in path.read_text()
+    )
+    return description.with_suffix(ending)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, tuple[str, Callable[[list[Path]], object], int, str]] = {
+    "none": ("1 node", lambda nodes: None, 4, "resuming from the copy of step 4 in memory, step 4"),
+    "flipped": ("1 node", lambda nodes: flip(copies(nodes[0], 1, 4, ".safetensors")), 2, "wrong hash of"),
+    "truncated": ("1 node", lambda nodes: os.truncate(copies(nodes[0], 0, 4, ".safetensors"), 99), 2, "has 99 of"),
+    "a description flipped": ("1 node", lambda nodes: flip(copies(nodes[0], 1, 4)), 2, "the copy of step 2"),
+    "all lost": ("1 node", lambda nodes: shutil.rmtree(nodes[0] / next(nodes[0].iterdir()).name), 0, ""),
+    "a node lost": ("2 nodes, zero", lambda nodes: clear(nodes[1]), 4, "the copy of step 4"),
+    "the first node lost": ("2 nodes, replicas", lambda nodes: clear(nodes[0]), 4, "the copy of step 4"),
+    "a node lost, pp": ("2 nodes, pp", lambda nodes: clear(nodes[1]), 4, "the copy of step 4"),
+    "flipped, other node": (
+        "2 nodes, zero",
+        lambda nodes: flip(copies(nodes[1], 1, 4, ".safetensors")),
+        4,
+        "wrong hash of",
+    ),
+    "an older partner": (
+        "2 nodes, zero",
+        lambda nodes: (copies(nodes[0], 1, 4).unlink(), clear(nodes[1])),
+        2,
+        "the copy of step 2",
+    ),
+    "both nodes": (
+        "2 nodes, zero",
+        lambda nodes: [flip(copies(node, 0, step, ".safetensors")) for node in nodes for step in (2, 4)],
+        0,
+        "rank 0 has no intact file",
+    ),
+}
+"""Layout, damage, step from which the run resumes, message."""
+
+
+def clear(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+FAST = ("flipped", "the first node lost", "an older partner")
+
+
+@pytest.mark.parametrize(
+    "name", [each if each in FAST else pytest.param(each, marks=pytest.mark.slow) for each in DAMAGES]
+)
+def test_the_newest_intact_copy_is_used(
+    name: str,
+    nodes: Callable[[int], list[Path]],
+    uninterrupted: Callable[[str], Run],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture,
+) -> None:
+    layout, damage, step, message = DAMAGES[name]
+    world, per_node, settings = LAYOUTS[layout]
+    folders = nodes(per_node)
+    with raises_with_message(RankFailed, "the ranks fail"):
+        run(world, tmp_path / "run", *settings, EVERY, until=6, tamper=fail)
+    damage(folders)
+    resumed = run(world, tmp_path / "run", *settings, EVERY, until=6)
+    assert resumed.started_at == step and message in " ".join(capfd.readouterr().err.split())
+    whole = uninterrupted(layout)
+    assert resumed.losses == {number: loss for number, loss in whole.losses.items() if number > step}
+    assert resumed.random == whole.random
+    assert_same(resumed.tensors, whole.tensors)
+    assert not [*tmp_path.glob("node*/*/*")]  # the end of the run frees the memory
+
+
+@pytest.mark.slow
+def test_nodes_are_lost_one_after_the_other(nodes: Callable[[int], list[Path]], tmp_path: Path) -> None:
+    folders = nodes(1)
+    for folder in (folders[1], folders[0]):  # the start in between makes no copy
+        with raises_with_message(RankFailed, "the ranks fail"):
+            run(2, tmp_path / "run", EVERY, until=6, tamper=fail)
+        clear(folder)
+    assert run(2, tmp_path / "run", EVERY, until=4).started_at == 4
+
+
+@pytest.mark.slow
+def test_a_node_that_returns_has_copies_of_another_start(nodes: Callable[[int], list[Path]], tmp_path: Path) -> None:
+    folders = nodes(1)
+
+    def store(name: str) -> None:
+        for folder in (*folders, tmp_path / "run"):
+            shutil.copytree(folder, tmp_path / name / folder.name)
+
+    def get_back(name: str, folder: Path) -> None:
+        shutil.rmtree(folder)
+        shutil.copytree(tmp_path / name / folder.name, folder)
+
+    with raises_with_message(RankFailed, "the ranks fail"):
+        run(2, tmp_path / "run", EVERY, until=6, tamper=fail)
+    store("first")
+    for folder in folders:
+        flip(copies(folder, 1, 4, ".safetensors"))
+    other = [EVERY, "optim.lr=0.001", "checkpoint.allow=[optim]"]
+    with raises_with_message(RankFailed, "the ranks fail"):
+        run(2, tmp_path / "run", *other, until=6, tamper=fail)  # from step 2
+    store("second")
+    expected = run(2, tmp_path / "run", *other, until=6)
+    for folder in (*folders, tmp_path / "run"):
+        get_back("second", folder)
+    get_back("first", folders[1])
+    resumed = run(2, tmp_path / "run", *other, until=6)
+    assert resumed.started_at == expected.started_at == 4 and resumed.losses == expected.losses
+
+
+@pytest.mark.parametrize(
+    ("world", "settings", "message"),
+    [
+        (4, ["trainer.pp=2", "trainer.dp=2"], "skipping the copy of step 4 in memory: its layout differs"),
+        pytest.param(2, ["trainer.tp=2"], "the copies in memory are of 4 ranks, not 2", marks=pytest.mark.slow),
+    ],
+    ids=["layout", "ranks"],
+)
+def test_another_layout_resumes_from_the_disk(
+    world: int,
+    settings: list[str],
+    message: str,
+    nodes: Callable[[int], list[Path]],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture,
+) -> None:
+    nodes(4)
+    with raises_with_message(RankFailed, "the ranks fail"):
+        saves = "checkpoint.every_steps=3"
+        run(4, tmp_path / "run", "trainer.tp=2", "trainer.dp=2", EVERY, saves, until=6, tamper=fail)
+    assert run(world, tmp_path / "run", *settings, EVERY, until=3).started_at == 3
+    assert message in " ".join(capfd.readouterr().err.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("resume", "step"), [("never", 0), ("PATH", 1)])
+def test_a_run_that_begins_elsewhere_forgets_its_copies(
+    resume: str, step: int, nodes: Callable[[int], list[Path]], tmp_path: Path
+) -> None:
+    nodes(2)
+    settings = ["trainer.tp=2", EVERY, "checkpoint.every_steps=1"]
+    path = f"checkpoint.resume={resume.replace('PATH', str(tmp_path / 'run' / 'checkpoints' / 'step_00000001'))}"
+    with raises_with_message(RankFailed, "the ranks fail"):
+        run(2, tmp_path / "run", *settings, until=6, tamper=fail)
+    assert run(2, tmp_path / "run", *settings, path, until=step).started_at == step
+
+
+def test_a_killed_rank_loses_no_step_of_a_copy(tmp_path: Path) -> None:
+    folder, settings = tmp_path / "run", ["trainer.tp=2", "trainer.steps=6"]
+
+    def killed(step: int, run_dir: Path) -> None:
+        if step == 6 and rank() == 1 and not (run_dir / "killed").exists():
+            (run_dir / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    job = Job(folder, *settings, EVERY, "trainer.max_restarts=1", work=with_each_step(killed))
+    assert job.wait() == 0, job.output
+    assert re.search(r"resuming from the copy of step [24] in memory", job.output), job.output
+    whole = Job(tmp_path / "whole", *settings)
+    assert whole.wait() == 0 and losses(folder) == losses(tmp_path / "whole")
+
+
+def test_too_little_memory_is_refused(
+    nodes: Callable[[int], list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes(2)
+    monkeypatch.setattr(memory_copies, "_free_memory", lambda: 1 << 20)
+    with raises_with_message(RankFailed, r"memory_every_steps = 2 rule cannot use .*1 MiB free there, and needs .*MiB"):
+        run(2, tmp_path / "run", "trainer.tp=2", EVERY, until=1)
