@@ -193,6 +193,7 @@ FAULTS = {
     "hang": Fault(stop_rank),
     "rank killed, newest checkpoint damaged": Fault(kill_rank_and_damage),
     "launcher killed": Fault(lambda run: os.kill(run.pid, signal.SIGKILL), relaunches=True),
+    "rank killed, copies in memory": Fault(kill_rank, overrides=("checkpoint.memory_every_steps=1",)),
     "SIGTERM": Fault(lambda run: os.kill(run.pid, signal.SIGTERM), relaunches=True),
     "loss spike, rewind": Fault(None, overrides=(*REWINDS, "trainer.spike_rewinds=1000")),
 }

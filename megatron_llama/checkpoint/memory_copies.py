@@ -178,6 +178,8 @@ class MemoryCopies:
         with _synced_errors(self.every):
             for (rank, slot), size in files.items():
                 self._reserve(rank, slot, size)
+                if rank == self._rank:
+                    devices.of(self._device).register_host_memory(self._buffers[rank, slot])
         if resumed is not None and self._group is not None:
             self._send_again(resumed)
         return f"copies in memory every {self.every} steps: {gib(total)} in {self._folder}"

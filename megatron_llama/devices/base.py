@@ -222,6 +222,9 @@ class Device(ABC):
     def synchronize(self) -> None:
         """Wait until the device has finished all queued work."""
 
+    def register_host_memory(self, buffer: torch.Tensor) -> None:  # noqa: B027
+        """Let copies from the device write directly to mapped host memory. Default: does nothing."""
+
     def synchronize_stream(self) -> None:
         """Wait for the work of the current stream only."""
         self.synchronize()

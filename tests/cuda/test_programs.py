@@ -26,7 +26,8 @@ FREE_BYTES = 16 << 20  # llama_2m needs 47 MiB
 
 def test_checkpoint_and_resume(runtime: Runtime, tmp_path: Path) -> None:
     settings = ("trainer.zero=3", "checkpoint.save_last=true")
-    first = runtime.train(tmp_path, "trainer.steps=2", *settings, devices=2).check()
+    copies = "checkpoint.memory_every_steps=1"
+    first = runtime.train(tmp_path, "trainer.steps=2", *settings, copies, devices=2).check()
     assert [list(log.steps) for log in first.logs] == [[1, 2]] * 2
     other_layout = ("trainer.tp=2", "trainer.val_every_steps=1", "trainer.val_steps=1")
     resumed = runtime.train(tmp_path, *other_layout, devices=2).check()

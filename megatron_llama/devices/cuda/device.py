@@ -202,6 +202,10 @@ class Cuda(Device):
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
+    def register_host_memory(self, buffer: torch.Tensor) -> None:
+        error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
+        torch.cuda.check_error(int(error))
+
     def synchronize_stream(self) -> None:
         torch.cuda.current_stream().synchronize()
 
