@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_llama.data.megatron_order import build_megatron
 from megatron_llama.devices.mcore import patch_mcore
 from megatron_llama.plan import Plan
-from tests.checkpoint.source_settings import BATCH, BETAS, DECAY, EPS, LENGTH, LR, TOKENS, VOCAB
+from tests.checkpoint.source_settings import BATCH, BETAS, DECAY, EPS, LENGTH, LR, TOKENS, VOCAB, Trained
 from tests.checkpoint.source_settings import SETTINGS as COMMON
 from tests.ranks import run_ranks
 
@@ -60,14 +60,6 @@ class Source:
     dp: int = 1
     sharding: str | None = None
     """Layout of the distributed optimizer's states; None: torch's AdamW without it."""
-
-
-@dataclass
-class Trained:
-    """Losses of the steps after the save, and the logits of TOKENS at the save, [b, s, v]."""
-
-    losses: list[float]
-    logits: torch.Tensor
 
 
 def train_source(source: Source) -> Trained:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,14 @@ LR, BETAS, EPS, DECAY, BATCH, LENGTH, VOCAB = 0.003, (0.9, 0.95), 1e-6, 0.1, 8, 
 SETTINGS = (f"optim.lr={LR}", f"optim.min_lr={LR}", "optim.warmup_steps=0", f"optim.eps={EPS}", "optim.clip=null")
 """The settings of our run that continues the source's."""
 TOKENS = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+@dataclass
+class Trained:
+    """Losses of the steps after the save, and the logits of TOKENS at the save, [b, s, v]."""
+
+    losses: list[float]
+    logits: torch.Tensor
 
 
 def llama_config(**changes: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 
-from tests.checkpoint.source_settings import BATCH, BETAS, DECAY, EPS, LENGTH, LR, TOKENS, VOCAB, llama_config
+from tests.checkpoint.source_settings import BATCH, BETAS, DECAY, EPS, LENGTH, LR, TOKENS, VOCAB, Trained, llama_config
 from tests.checkpoint.source_settings import SETTINGS as COMMON
 from tests.ranks import run_ranks
 
 SETTINGS = (*COMMON, "model.tie_word_embeddings=false")
 """The settings of our run that continues the source's."""
-
-
-@dataclass
-class Trained:
-    """Losses of the steps after the save, and logits of TOKENS at the save."""
-
-    losses: list[float]
-    logits: torch.Tensor
 
 
 def llama(**changes: Any) -> Any:

@@ -132,7 +132,7 @@ def _tune(rank: int, plan: Plan, steps: int) -> tuple:
         return tuned, grads, *(rectangles(part, lambda shard: shard.values) for part in (model.trained, frozen))
 
 
-def save_base(plan: Plan, folder: Path) -> None:
+def save_base(rank: int, plan: Plan, folder: Path) -> None:
     """A Hugging Face folder with a random Llama of the plan's shape, its norms no ones and its biases no zeros."""
     from transformers import AutoModelForCausalLM
 
@@ -155,7 +155,7 @@ def make_bases(folder: Path, tied: bool) -> tuple[Path, Path]:
 def _save_bases(rank: int, plan: Any, base: Path, grown: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    save_base(plan, base)
+    save_base(rank, plan, base)
     tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(OLD - SPARE)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(base / "tokenizer.json"))
@@ -203,8 +203,10 @@ def their_lora(base: Any, plan: Plan) -> Any:
     return peft.get_peft_model(base, config)
 
 
-def save_adapter(plan: Plan, base: Path, folder: Path) -> None:
-    """A PEFT adapter, written by peft, that is no longer at its start: B is not zero."""
+def save_adapter(rank: int, plan: Plan, base: Path, folder: Path) -> None:
+    """A PEFT adapter, written by peft, no longer at its start: B is not zero. Saves the base too if it is missing."""
+    if not base.exists():
+        save_base(rank, plan, base)
     torch.manual_seed(11)
     model = their_lora(their_base(base), plan)
     with torch.no_grad():
@@ -318,13 +320,8 @@ class World:
 def make_world(folder: Path) -> World:
     """Write the base and the adapter."""
     made = World(folder / "base", folder / "adapter", make_plan(1, folder, *LORA))
-    run_ranks(_write_world, 1, made)
+    run_ranks(save_adapter, 1, made.plan, made.base, made.adapter)
     return made
-
-
-def _write_world(rank: int, made: World) -> None:
-    save_base(made.plan, made.base)
-    save_adapter(made.plan, made.base, made.adapter)
 
 
 def worst(ours: Tuned, theirs: Tuned) -> dict[str, float]:

@@ -19,7 +19,6 @@ from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.config import ConfigError
 from megatron_llama.config.data_settings import NewTokens
 from megatron_llama.config.hf_config import ADAPTER_WEIGHTS
-from megatron_llama.plan import Plan
 from scripts import export_hf
 from tests.finetuning import runner
 from tests.finetuning.runner import (
@@ -56,10 +55,6 @@ def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _save_base(rank: int, plan: Plan, folder: Path) -> None:
-    runner.save_base(plan, folder)
-
-
 def _model(settings: Sequence[str]) -> list[str]:
     return [setting for setting in settings if setting.startswith("model.")]
 
@@ -77,7 +72,7 @@ def test_peft_reads_and_merges_our_adapter(kind: str, world: World, trained: Pat
     start, base = world.lora, world.base
     if kind == "all biases":
         base = tmp_path / "base"
-        run_ranks(_save_base, 1, make_plan(1, tmp_path, *BIASES), base)
+        run_ranks(runner.save_base, 1, make_plan(1, tmp_path, *BIASES), base)
     if kind in KINDS:
         trained, start = tmp_path / "run", [*KINDS[kind], f"init_from={base}"]
         tune(2, trained, *start, "trainer.tp=2", steps=3)
@@ -167,7 +162,7 @@ def test_a_weighted_sum_of_adapters(
     """peft's merge of its weighted sum; a run with DoRA, norms and another weight adds its change of the base."""
     merge = partial(merge_adapters, monkeypatch, world.base, tmp_path)
     other = tmp_path / "patterns"
-    run_ranks(_save_adapter, 1, make_plan(1, tmp_path, *PATTERNS), world.base, other)
+    run_ranks(runner.save_adapter, 1, make_plan(1, tmp_path, *PATTERNS), world.base, other)
     weights = {world.adapter: 0.7, other: -0.4}
     (theirs,) = run_ranks(_weighted_sum, 1, world.base, weights)
     status, ours = merge("sum", *(f"{path}={weight}" for path, weight in weights.items()))
@@ -209,7 +204,7 @@ def test_a_weighted_sum_with_new_tokens(
     kinds = {"old": (base, []), "rows": (grown, BY_ROWS[tied]), "full": (grown, IN_FULL[tied])}
     for name, (start, kind) in kinds.items():
         size = [f"model.vocab_size={OLD if start == base else ROWS}", *([TIED] if tied else [])]
-        run_ranks(_save_adapter, 1, plan := make_plan(1, tmp_path, *LORA, *kind, *size), start, tmp_path / name)
+        run_ranks(runner.save_adapter, 1, plan := make_plan(1, tmp_path, *LORA, *kind, *size), start, tmp_path / name)
     merge = partial(merge_adapters, monkeypatch, base, tmp_path)
     assert merge("no", tmp_path / "full") == (2, {}) and "copy its tokenizer.json" in capsys.readouterr().err
     shutil.copytree(tmp_path / "full", tmp_path / "others")
@@ -232,10 +227,6 @@ def test_a_weighted_sum_with_new_tokens(
 
 def _merged(run: Path, out: Path) -> Tensors:
     return load_file(export(find_checkpoint(run), out, merge=True).folder / "model.safetensors")
-
-
-def _save_adapter(rank: int, plan: Plan, base: Path, folder: Path) -> None:
-    runner.save_adapter(plan, base, folder)
 
 
 def _weighted_sum(rank: int, base: Path, weights: dict[Path, float]) -> Tensors:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -128,7 +127,7 @@ def test_adapters_with_new_tokens_are_exchanged_with_peft(
     (base, grown), adapter = bases[tied], tmp_path / "adapter"
     model = [f"init_from={base}", *GROWN, *([TIED] if tied else [])]
     plan = make_plan(1, tmp_path, *LORA, *kind[tied], *model)
-    run_ranks(_save_adapter, 1, plan, grown, adapter)
+    run_ranks(runner.save_adapter, 1, plan, grown, adapter)
     theirs = run_ranks(runner.run_lora, 1, plan, grown, adapter, 3)[0]
     chosen = ["finetune=lora", f"finetune.adapter={adapter}", *model]
     assert_near(tune(ranks, tmp_path / "run", *chosen, *layout, steps=3), theirs)
@@ -148,13 +147,9 @@ def test_adapters_with_new_tokens_are_exchanged_with_peft(
     assert by_name.get_input_embeddings().weight.shape[0] == ROWS
 
 
-def _save_adapter(rank: int, plan: Any, base: Path, folder: Path) -> None:
-    runner.save_adapter(plan, base, folder)
-
-
 def test_a_tied_adapter_of_peft_must_stay_tied(bases: dict[bool, tuple[Path, Path]], tmp_path: Path) -> None:
     plan = make_plan(1, tmp_path, *LORA, "finetune.modules_to_save=[embed_tokens]", TIED)
-    run_ranks(_save_adapter, 1, plan, bases[True][0], tmp_path / "adapter")
+    run_ranks(runner.save_adapter, 1, plan, bases[True][0], tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({**config, "ensure_weight_tying": False}))
     with raises_with_message(RankFailed, r"apart from the tied output head.*ensure_weight_tying=True"):

@@ -177,7 +177,7 @@ def test_other_adapters(kind: tuple[str, ...], ranks: int, layout: list[str], wo
     plan, adapter = make_plan(1, tmp_path, *kind), tmp_path / "adapter"
     model = [setting for setting in kind if "model." in setting]
     base = tmp_path / "base" if model else world.base
-    run_ranks(_save_adapter, 1, plan, base, adapter)
+    run_ranks(runner.save_adapter, 1, plan, base, adapter)
     theirs = run_ranks(runner.run_lora, 1, plan, base, adapter, 3)[0]
     chosen = ["finetune=lora", *model, f"finetune.adapter={adapter}", f"init_from={base}"]
     ours = tune(ranks, tmp_path / "run", *chosen, *layout, steps=3)
@@ -190,12 +190,6 @@ def test_other_adapters(kind: tuple[str, ...], ranks: int, layout: list[str], wo
     assert sum("magnitude" in name for name in ours.trained) == (adapted if expected.use_dora else 0)
     if expected.modules_to_save:
         assert {"model.layers.1.input_layernorm.weight", "lm_head.weight"} <= theirs.trained.keys()
-
-
-def _save_adapter(rank: int, plan: Plan, base: Path, folder: Path) -> None:
-    if not base.exists():
-        runner.save_base(plan, base)
-    runner.save_adapter(plan, base, folder)
 
 
 STARTS = {"tp2·dp2, zero 3": [*TP2, "trainer.zero=3", MICRO_1], "tp4, shared kv heads": ["trainer.tp=4"]}

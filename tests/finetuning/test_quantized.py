@@ -65,7 +65,7 @@ def oracles(quantized: Quantized, tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 def _prepare(rank: int, plan: Plan, made: Quantized) -> None:
-    runner.save_base(plan, made.base)
+    runner.save_base(rank, plan, made.base)
     base = load_file(made.base / "model.safetensors")
     for kind, folder in made.unpacked.items():
         folder.mkdir()
