@@ -195,13 +195,6 @@ def test_prepare_every_subset_and_write_the_blend(tmp_path: Path, tokenizer: Pat
     second = prepare(tmp_path, tokenizer)
     assert second.stdout.count("already complete") == 7
     assert "/" + str(DEFAULT_CONF.parent.relative_to(ROOT)) + "/" in (ROOT / ".gitignore").read_text().split()
-
-
-def test_prepare_normalizes_shares(tmp_path: Path, tokenizer: Path) -> None:
-    write_1t(tmp_path / "rp")
-    output_of(prepare(tmp_path, tokenizer, "--subsets", "arxiv", "wikipedia"))
-    conf = yaml.safe_load((tmp_path / "conf/redpajama.yaml").read_text())
-    assert conf["prefixes"][0::2] == pytest.approx([4.5 / 7, 2.5 / 7], abs=1e-6)
     assert_refused(prepare(tmp_path, tokenizer, "--subsets", "gutenberg"), "gutenberg", "common_crawl")
 
 
