@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama import hooks
+from megatron_llama import events, hooks
 from megatron_llama.system.command import note_command
 from megatron_llama.system.errors import LaunchFailed, Stopped, machine_fault
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
@@ -147,6 +147,7 @@ def _report_errors(overrides: list[str], entry: Entry | None, subfolder: str | N
         report_to_batch_script(status)
     if folder is not None and status in (0, EXIT_FAILED):  # not after a signal, when a scheduler may kill this process
         _write_report(folder)
+    events.finish()
     return status
 
 
@@ -225,6 +226,8 @@ def _run(
     from megatron_llama.config import ConfigError
     from megatron_llama.launch.world import find_world
 
+    if entry is not None:  # a tool's work, such as a profile
+        config.hook.on_event = None
     requested = copy.deepcopy(config)
     world = find_world(config, context)
     plan = world.plan()  # first, so that errors are reported before data is prepared or ranks meet

@@ -44,6 +44,7 @@ SETTINGS = {
         "checkpoint": "every_steps memory_every_steps every_minutes keep keep_every keep_best resume allow save_last "
         "dir export_hf asynchronous save_timeout_seconds max_failed_saves fallback_dir",
         "launch": "hosts hostfile ssh",
+        "hook": "on_event",
         "run": "dir",
         "": "dry_run allow_targets",
     },

@@ -115,6 +115,11 @@ def _compose(choices: dict[str, str], conf_dir: Path, problems: list[Problem]) -
         instead = "remove it from the file; if you trust the classes, write allow_targets=[...] on the command line"
         problems.append(Problem("allow_targets", list(config.allow_targets), rule, instead))
         config.allow_targets = []
+    if config.hook.on_event is not None:
+        rule = "must not be set in a file, because it runs a command"
+        instead = "remove it from the file; if you trust the command, write hook.on_event=... on the command line"
+        problems.append(Problem("hook.on_event", config.hook.on_event, rule, instead))
+        config.hook.on_event = None
     return config
 
 
@@ -160,6 +165,10 @@ def _set_all(config: DictConfig, values: Sequence[Override], problems: list[Prob
         raise ConfigError(problems)
     for problem in wrong:
         _set(config, problem.field, settings_by_name()[problem.field].default, [])
+    if OmegaConf.is_interpolation(config.hook, "on_event"):
+        rule, instead = "must not refer to other settings, which a file could set", "write the command itself"
+        problems.append(Problem("hook.on_event", None, rule, instead))
+        config.hook.on_event = None
     given = {override.key_or_group for override in values}
     not_null = {override.key_or_group for override in values if _value(override) is not None}
     for one, other in INSTEAD_OF.items():

@@ -596,6 +596,15 @@ class LaunchConfig:
 
 
 @dataclass
+class HookConfig:
+    """A command of the user."""
+
+    on_event: Annotated[str | None, not_blank("must be a command", "./notify.sh")] = None
+    """Shell command that runs at the start, the end and other events of the run, and gets the event as JSON on stdin.
+    On the command line only: a recipe must not run programs. See docs/guides/tools/doctor.md."""
+
+
+@dataclass
 class RunConfig:
     """The folder of a run."""
 
@@ -617,6 +626,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    hook: HookConfig = field(default_factory=HookConfig)
     init_from: str | None = None
     """Folder with initial weights, or the hub name of a model, as org/name or org/name@revision. The folder is a
     Hugging Face model, or a checkpoint of Megatron, NeMo 2, torchtitan, accelerate or the Trainer. See

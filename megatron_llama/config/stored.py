@@ -22,7 +22,7 @@ from megatron_llama.system.programs import conf_folders
 NAME = "config.yaml"
 MANIFEST = "checkpoint.json"
 """File of a checkpoint's folder that is written last."""
-PER_START = ("run.dir", "dry_run", "allow_targets", "checkpoint.resume", "checkpoint.allow")
+PER_START = ("run.dir", "dry_run", "allow_targets", "hook.on_event", "checkpoint.resume", "checkpoint.allow")
 """Settings of one start, which a later start does not take from the file."""
 REDERIVED = ("trainer.dp", "trainer.sp", "trainer.shard_group", "trainer.pipeline_layers")
 """Settings that usually follow from the layout: reset if the file does not list its derived settings."""

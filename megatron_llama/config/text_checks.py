@@ -38,7 +38,7 @@ _Keys = tuple[str, ...]
 LONGEST_NAME = 255
 """Bytes in a file's name, on every common file system."""
 LONGEST_PATH = 4095
-_NO_PATHS = re.compile(r"logging\.sample_prompts|data\.prepare|launch\.|allow_targets|optim\.")
+_NO_PATHS = re.compile(r"logging\.sample_prompts|data\.prepare|launch\.|allow_targets|hook\.|optim\.")
 
 
 def check_texts(config: Mapping[str, Any]) -> list[Problem]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
@@ -48,6 +48,19 @@ class Peak(NamedTuple):
     """Dense FLOP/s in a given compute dtype; 0 if unknown."""
     source: str
     """Source of the figure: data sheet, measurement or setting."""
+
+
+class FaultCounts(NamedTuple):
+    """Faults of one device since its counters were opened: memory errors, and errors that the driver numbers (Xid)."""
+
+    ecc_corrected: int = 0
+    ecc_uncorrected: int = 0
+    xid_errors: int = 0
+    last_xid: int = 0
+
+
+FAULT_METRICS = FaultCounts._fields[:3]
+"""Metrics with the sums over all devices since the start, from the first fault on."""
 
 
 class Device(ABC):
@@ -191,6 +204,10 @@ class Device(ABC):
         Imports no package.
         """
         return []
+
+    def open_fault_counters(self) -> Callable[[], FaultCounts] | None:
+        """Return a function that reads the fault counters of this rank's device; None if it has none, or no reader."""
+        return None
 
     def recorder(self) -> Any:
         """Return the module that reads the last collectives of ranks on this machine, as cuda/flight_recorder.py does.

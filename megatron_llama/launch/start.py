@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_llama import events
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device, get_device
 from megatron_llama.devices.compile_cache import open_compile_cache
@@ -62,6 +63,7 @@ def run_here(plan: Plan, entry: Entry = TRAIN, prints_plan: bool = True) -> int:
     """
     folder = Path(str(plan.config.run.dir))
     with claim_run_dir(folder):
+        events.listen(plan.config.hook.on_event, folder)
         checked = check_start(plan, folder) if entry == TRAIN else ""
         sys.stdout.write(open_plan(plan, prints_plan) + checked + "\n")
         with rank_outputs(folder, range(plan.world_size)) as output_dir:
@@ -80,7 +82,7 @@ def logged_start(plan: Plan, entry: Entry, share: LocalRanks, while_running: Cal
     try:
         status = start_ranks(plan, entry, share, while_running)
     except Exception as error:
-        log_end(plan.run_dir, EXIT_FAILED, str(error))
+        log_end(plan.run_dir, EXIT_FAILED, str(error), is_last=True)
         raise
     log_end(plan.run_dir, status, share.reason)
     return status

@@ -17,11 +17,13 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from megatron_llama import events
 from megatron_llama.config.problems import shorten
 from megatron_llama.config.stored import stored_steps
 from megatron_llama.plan import Plan
-from megatron_llama.system.exit_status import EXIT_RESTART, EXIT_USER
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_RESTART, EXIT_USER
 from megatron_llama.train.metrics_file import (
     LOADED,
     METRICS_FILE,
@@ -35,6 +37,10 @@ from megatron_llama.train.metrics_file import (
 
 STARTED = "MEGATRON_LLAMA_STARTED"
 """Variable with the user's command, for the processes that launch.hosts starts."""
+RESTARTS = "MEGATRON_LLAMA_RESTARTS"
+"""Variable with the number of this run's restarts by trainer.max_restarts and their limit, such as "1 2"."""
+RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+"""Variables with the restarts of other launchers."""
 MOST_REASON = 300
 """Characters of a reason."""
 REASONS = {0: "done", EXIT_USER: "rejected", EXIT_RESTART: "stopped after saving"}
@@ -76,8 +82,24 @@ class Start:
         return True
 
 
+def note_restarts(count: int, limit: int) -> None:
+    """Store the restarts of this run for the processes that log its starts: this one, or the first host's."""
+    os.environ[RESTARTS] = f"{count} {limit}"
+
+
+def _read_restarts() -> tuple[int, int]:
+    """Return the number of restarts so far, by any launcher, and of the restarts that ``with_restarts`` has left."""
+    count, limit = map(int, os.environ.get(RESTARTS, "0 0").split())
+    return count or max(int(os.environ.get(name) or 0) for name in RESTART_COUNTS), limit - count
+
+
 def log_start(plan: Plan) -> None:
-    """Add the line of a start; a failure is a warning on stderr."""
+    """Add the line of a start, and send the event; a failure is a warning on stderr."""
+    restarts, _ = _read_restarts()
+    cause: dict[str, Any] = {}
+    with suppress(OSError, IndexError):
+        last = read_starts(plan.run_dir)[0][-1]
+        cause = {"status": last.status, "reason": last.reason}
     resume = plan.config.checkpoint.resume
     saved = [] if resume == "never" else stored_steps(plan.run_dir, plan.config)
     step = saved[0] if saved else 0 if resume in ("auto", "never") else None
@@ -87,6 +109,10 @@ def log_start(plan: Plan) -> None:
         append_start_line(plan.run_dir, {**line, "host": socket.gethostname(), "pid": os.getpid()})
     except OSError as error:
         sys.stderr.write(f"WARNING: {plan.run_dir / STARTS_FILE} was not written: {error.strerror or error}.\n")
+    if restarts:
+        events.send("restart", step=step, restarts=restarts, **cause)
+    else:
+        events.send("start", step=step)
 
 
 def command_of_process() -> str:
@@ -94,15 +120,21 @@ def command_of_process() -> str:
     return shlex.join([os.path.basename(sys.orig_argv[0]), *sys.orig_argv[1:]])
 
 
-def log_end(folder: Path, status: int, reason: str = "") -> None:
-    """Add the line of the end of the last start. A failure is not reported: ``log_start`` has done it."""
+def log_end(folder: Path, status: int, reason: str = "", *, is_last: bool = False) -> None:
+    """Add the line of the end of the last start, and send the event.
+
+    A failure is not reported: ``log_start`` has done it. The event of a failure that ``with_restarts`` restarts is the
+    next start's. ``is_last``: it does not restart.
+    """
     step = None
     with suppress(OSError):
         step = read_last_step(folder / METRICS_FILE)
     line = {"event": "end", "time": round(time.time(), 3), "step": step, "status": status}
-    reason = " ".join((reason or REASONS.get(status, f"failed with status {status}")).split())
+    reason = shorten(" ".join((reason or REASONS.get(status, f"failed with status {status}")).split()), MOST_REASON)
     with suppress(OSError):
-        append_start_line(folder, {**line, "reason": shorten(reason, MOST_REASON)})
+        append_start_line(folder, {**line, "reason": reason})
+    if is_last or status != EXIT_FAILED or _read_restarts()[1] == 0:
+        events.send("stop" if status == EXIT_RESTART else "end", step=step, status=status, reason=reason)
 
 
 def read_starts(folder: Path) -> tuple[list[Start], int]:

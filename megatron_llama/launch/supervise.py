@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
 
+from megatron_llama.launch.starts import note_restarts
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_RESTART
 from megatron_llama.system.signals import JOB_SIGNALS, announce_interrupt, handle_signals
@@ -140,12 +141,14 @@ def with_restarts(plan: Plan, start: Callable[[], int]) -> int:
     """Call ``start``; restart after failures up to trainer.max_restarts times. Return the last exit status."""
     allowed = plan.config.trainer.max_restarts
     for restart in range(1, allowed + 1):
+        note_restarts(restart - 1, allowed)
         status = start()
         if status != EXIT_FAILED:
             return status
         report(f"\nRestart {restart} of {allowed} from the newest checkpoint.\n")
         if plan.config.checkpoint.resume == "never":  # "never" applies to the first start only
             plan.config.checkpoint.resume = "auto"
+    note_restarts(allowed, allowed)
     return start()
 
 

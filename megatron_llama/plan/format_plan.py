@@ -269,6 +269,8 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
         yield _line("weights from", plan.config.init_from)
     yield _line("run folder", plan.config.run.dir or f"runs/{plan.model.name}-{data.name}-<time>")
     yield _line("checkpoints", _checkpoints(plan))
+    if plan.config.hook.on_event is not None:
+        yield _line("at events", f"{plan.config.hook.on_event} (hook.on_event)")
 
 
 def _checkpoints(plan: Plan) -> str:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from megatron_llama.arch.flops import mfu, with_random_ltd
 from megatron_llama.config.data_settings import curriculum_metrics, validation_sets
 from megatron_llama.devices import Peak
+from megatron_llama.devices.base import FAULT_METRICS
 from megatron_llama.model.preference import named_metrics, reported_metrics
 from megatron_llama.parallel.compiling import may_compile
 from megatron_llama.plan import Plan
@@ -46,6 +47,7 @@ VALIDATION_METRICS = ("val_loss", "val_token_accuracy")
 SOME_STEPS = (
     *("train_samples_per_second", "padded_tokens_per_second", *VALIDATION_METRICS, "parameter_norm"),
     *("random_ltd_reserved_length", "consumed_layer_tokens", *WAIT_METRICS, "slowest_rank", "slowest_rank_ratio"),
+    *FAULT_METRICS,
     "max_attention_logit",
     *("spike_skipped_steps", "spike_rewinds", "spike_skipped_samples", "failed_saves"),
 )

@@ -7,6 +7,7 @@ import os
 from contextlib import suppress
 from dataclasses import replace
 
+from megatron_llama import events
 from megatron_llama.data.batches import Data, build_data
 from megatron_llama.devices import Device
 from megatron_llama.optim import build_optimizer
@@ -31,7 +32,10 @@ def run_rank(plan: Plan) -> None:
     device, torch_device = open_device(plan)
     topology = plan.topology(int(os.environ["RANK"]))
     phase.enter("meeting the other ranks", phase.PATIENT)
-    with process_groups(plan, topology, device, torch_device):
+    with (
+        events.listening(plan.config.hook.on_event if topology.is_logger else None, plan.run_dir),
+        process_groups(plan, topology, device, torch_device),
+    ):
         device.seed(plan.config.trainer.seed)  # after the process group, which some runtimes must initialize first
         phase.enter("building the model", phase.PATIENT)
         model = build_model(plan, topology, device, torch_device)

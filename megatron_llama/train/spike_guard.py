@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_llama import events
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.folder import saved_steps
 from megatron_llama.checkpoint.manifest import State
@@ -36,6 +37,8 @@ from megatron_llama.train.step_checks import StepGuard
 from megatron_llama.train.stop_signals import RunStopped
 
 REWIND = "rewind"
+REPEATED = 3
+"""Spikes within ``trainer.spike_window`` steps that are reported as repeated."""
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -88,6 +91,7 @@ class SpikeGuard(StepGuard):
         self._limits = [
             SpikeLimit(name, trainer.spike_factor, trainer.spike_window) for name in ("loss", "gradient norm")
         ]
+        self._recent: list[int] = []  # steps of spikes since the last report of repeated ones
         self._spike: str | None = None  # description of the step's spike, if a rewind follows
         # Position of run and data after the spike, from which the next ``restore`` continues.
         self._resumes_at: tuple[RunPosition, Record] | None = None
@@ -107,12 +111,23 @@ class SpikeGuard(StepGuard):
         if not above:
             return True
         text = f"step {step}: spike, {' and '.join(above)}"
+        self._note_spike(step)
         if self.trainer.spike_guard == REWIND:
             self._spike = text
         else:
             self.counts.skipped_steps += 1
             _report(f"{text}; skipped the update ({self.counts.skipped_steps} so far)")
         return False
+
+    def _note_spike(self, step: int) -> None:
+        """Report repeated spikes. A rewind goes back, so an earlier spike may be of a later step."""
+        window = self.trainer.spike_window
+        self._recent = [*(each for each in self._recent if each > step - window), step]
+        if len(self._recent) == REPEATED:
+            self._recent = []
+            advice = "the learning rate may be too high, or the data damaged"
+            _report(f"step {step}: {REPEATED} spikes within {window} steps: {advice}")
+            events.send("spikes", step=step, count=REPEATED, within_steps=window)
 
     def after_step(self, metrics: Mapping[str, float], checkpointer: Checkpointer, stop: bool) -> None:
         """Rewind if the step was a spike.

@@ -36,7 +36,7 @@ class RunStopped(SystemExit):
 
     def __init__(self, step: int) -> None:
         super().__init__(EXIT_RESTART)
-        self.step = step
+        self.step, self.reason = step, ""
 
 
 class StopSignals(ExitStack):
@@ -60,6 +60,7 @@ class StopSignals(ExitStack):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool | None:
         if isinstance(error, RunStopped) and self.reports:
             _write_last_lines(describe_stop(self.plan, error.step, self._number))
+            error.reason = f"stopped by {signal.Signals(self._number).name} after saving" if self._number else ""
         return super().__exit__(kind, error, trace)  # type: ignore[arg-type]
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -100,6 +101,8 @@ def _command(aim: str, plan: Plan, *more: str) -> str:
     words = [write_override("run.dir", str(plan.run_dir)), *more]
     if plan.config.allow_targets:  # a file must not permit classes to run
         words.append(write_override("allow_targets", plan.config.allow_targets))
+    if plan.config.hook.on_event is not None:
+        words.append(write_override("hook.on_event", plan.config.hook.on_event))
     command, launcher = noted_command()
     if command is not None:
         return _fit(f"{aim} with:", f"{command} {shlex.join(words)}")

@@ -1,7 +1,8 @@
-"""Report slow ranks during training, and the collective in which each rank waits.
+"""Report slow ranks and faults of their devices during training, and the collective in which each rank waits.
 
 Ranks wait for each other, so all have the same step time. The work time of a rank is the step time minus its waits. It
-is gathered once per window, at the end of a step, when the host waits for the device anyway.
+is gathered once per window, at the end of a step, when the host waits for the device anyway. The fault counters of the
+rank's device are gathered with it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_llama import events
 from megatron_llama.devices import Device
+from megatron_llama.devices.base import FAULT_METRICS, FaultCounts
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.groups import gather_objects
 from megatron_llama.plan import Plan
@@ -37,6 +40,8 @@ LEAST_SHARE = 0.01
 """Least work time, as a share of the step: a collective next to a computation counts as a wait."""
 HISTORY = 20
 """Past windows of a rank without peers to which it is compared."""
+FAULT_SECONDS = 60.0
+"""Least time between two reads of a device's fault counters. They are read at the end of a window."""
 
 
 @dataclass
@@ -98,11 +103,50 @@ def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
+class FaultWatch:
+    """Fault counts of all ranks' devices, of which each rank reads its own."""
+
+    def __init__(self, read: Callable[[], FaultCounts] | None, world: int) -> None:
+        """``read``: reads the counters of this rank's device; None: it has none."""
+        self.read, self._read_at = read, -math.inf
+        self._local = FaultCounts()
+        self._known = [FaultCounts()] * world
+
+    def local(self) -> FaultCounts:
+        """Return the counts of this rank's device at the last read."""
+        now = time.perf_counter()
+        if self.read is not None and now >= self._read_at + FAULT_SECONDS:
+            self._local, self._read_at = self.read(), now
+        return self._local
+
+    def update(self, counts: Sequence[FaultCounts]) -> list[int]:
+        """Return the ranks whose counts have changed since the last call. ``counts``: of all ranks."""
+        changed = [rank for rank, each in enumerate(counts) if each != self._known[rank]]
+        self._known = list(counts)
+        return changed
+
+    def metrics(self) -> dict[str, float]:
+        """Return the sums over all ranks, from the first fault on."""
+        sums = {name: sum(getattr(counts, name) for counts in self._known) for name in FAULT_METRICS}
+        return sums if any(sums.values()) else {}
+
+    def describe(self, rank: int) -> str:
+        """Describe the faults of a rank's device."""
+        corrected, uncorrected, xids, last = self._known[rank]
+        texts = {f"{corrected} ECC corrected": corrected, f"{uncorrected} ECC uncorrected": uncorrected}
+        return ", ".join(text for text, count in (texts | {f"{xids} Xid ({last})": xids}).items() if count)
+
+
 class StragglerWatch:
-    """Measures the ranks' work times for the training loop. Does nothing with one rank."""
+    """Measures the ranks' work times, and counts their devices' faults, for the training loop.
+
+    Does nothing with one rank whose device has no fault counters.
+    """
 
     def __init__(self, plan: Plan, device: Device, model: ParallelModel) -> None:
         self._device, self._model, self._world = device, model, plan.world_size
+        self._faults = FaultWatch(device.open_fault_counters(), plan.world_size)
+        self._steps = 0
         self._stragglers = Stragglers([plan.grid.at(rank)["pp"] for rank in range(plan.world_size)])
         self._waits: list[tuple[Any, Any]] = []
         self._window: list[float] = []
@@ -142,22 +186,36 @@ class StragglerWatch:
         self._window.append(max(seconds - covered_seconds(spans), LEAST_SHARE * seconds))
 
     def after_step(self, step: int, metrics: dict[str, float], logger: MetricsLogger | None) -> None:
-        """At the end of a window, gather work times, add metrics and report slow ranks (a collective)."""
-        if self._world == 1 or len(self._window) < WINDOW_STEPS:
-            return
-        local = torch.tensor([median(self._window)], dtype=torch.float32, device=self._model.device)
-        self._window.clear()
-        gathered = torch.empty(self._world, dtype=torch.float32, device=self._model.device)
-        dist.all_gather_into_tensor(gathered, local)
-        busy = gathered.tolist()
-        verdict = self._stragglers.update(busy)
-        metrics |= {"slowest_rank": verdict.slowest, "slowest_rank_ratio": verdict.ratio}
-        if verdict.started or verdict.ended:  # equal on all ranks
-            hosts = gather_objects(socket.gethostname())
-            if logger is not None:
-                logger.print_lines([*self._lines(step, verdict, busy, hosts)])
+        """At the end of a window, gather work times and faults, add metrics and report them (a collective)."""
+        self._steps += 1
+        if self._steps % WINDOW_STEPS == 0 and (self._world > 1 or self._faults.read is not None):
+            values = [median(self._window or [0.0]), *self._faults.local()]
+            self._window.clear()
+            local = torch.tensor(values, dtype=torch.float32, device=self._model.device)
+            gathered = torch.empty(self._world * len(values), dtype=torch.float32, device=self._model.device)
+            dist.all_gather_into_tensor(gathered, local)
+            busy, *counts = gathered.view(self._world, -1).T.tolist()
+            faulty = self._faults.update([FaultCounts(*map(int, each)) for each in zip(*counts, strict=True)])
+            verdict = self._stragglers.update(busy)
+            if self._world > 1:
+                metrics |= {"slowest_rank": verdict.slowest, "slowest_rank_ratio": verdict.ratio}
+            if verdict.started or verdict.ended or faulty:  # equal on all ranks
+                hosts = gather_objects(socket.gethostname())
+                if logger is not None:
+                    lines = [*self._lines(step, verdict, busy, hosts), *self._fault_lines(step, faulty, hosts)]
+                    logger.print_lines(lines)
+        metrics |= self._faults.metrics()
+
+    def _fault_lines(self, step: int, ranks: Sequence[int], hosts: Sequence[str]) -> Iterator[str]:
+        for rank in ranks:
+            faults = self._faults.describe(rank)
+            events.send("device_fault", step=step, rank=rank, on_host=hosts[rank], reason=faults)
+            yield f"step {step}: rank {rank} on {hosts[rank]}: device errors: {faults}"
 
     def _lines(self, step: int, verdict: Verdict, busy: Sequence[float], hosts: Sequence[str]) -> Iterator[str]:
+        if slow := verdict.started[: events.MOST_RANKS]:
+            on_hosts = [hosts[rank] for rank in slow]
+            events.send("straggler", step=step, ranks=slow, on_hosts=on_hosts, ratio=round(verdict.ratio, 2))
         for rank in verdict.started:
             expected = self._stragglers.expected(rank, busy)
             yield (

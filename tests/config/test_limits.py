@@ -140,6 +140,7 @@ BOUNDS: dict[str, Bounds] = {
     "device.name": (["gpu"], ["auto", "cpu", "cuda", "neuron", "hpu"]),
     "logging.wandb": (["on", "disabled"], ["off", "offline", "online"]),
     "logging.wandb_project": (["", " "], ["megatron_llama", "a project"]),
+    "hook.on_event": (["", " "], [None, "./notify.sh"]),
     "logging.prometheus": (["", " "], [None, "x.prom"]),
     "logging.trackio": (["", " "], [None, "a project"]),
     "logging.mlflow": (["", " "], [None, "an experiment"]),

@@ -399,9 +399,11 @@ def test_a_new_start_takes_none(tmp_path: Path, words: tuple[str, ...]) -> None:
 
 
 def test_settings_of_one_start_are_not_taken(tmp_path: Path) -> None:
-    make_run(tmp_path / "run", *FIRST, "checkpoint.allow=[data]", "allow_targets=[some.Class]", "dry_run=true")
+    words = ["checkpoint.allow=[data]", "allow_targets=[some.Class]", "dry_run=true", "hook.on_event=./notify.sh"]
+    make_run(tmp_path / "run", *FIRST, *words)
     config = load(tmp_path / "run")
     assert (config.checkpoint.allow, config.allow_targets, config.dry_run) == ([], [], False)
+    assert config.hook.on_event is None
 
 
 def test_the_file_of_an_older_version(tmp_path: Path) -> None:

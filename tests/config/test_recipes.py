@@ -27,6 +27,8 @@ DOUBLING = {"a0": "xxxxxxxxxx", **{f"a{n}": f"${{.a{n - 1}}}" * 30 for n in rang
 REFUSED = {
     **{f"program {target}": PROGRAM % target for target in TARGETS},
     "a recipe that allows itself": PROGRAM % "os.system" + "\nallow_targets: [os.system]",
+    "a command": "hook: {on_event: touch ran}",
+    "a section by reference": "hook: '${run}'",
     "another class": "optim: {schedule: {_target_: mine.Schedule}}",
     "control character": r'model: {name: "a\e[2Jb"}',
     "reversal": r'run: {dir: "a\u202eb"}',
@@ -164,6 +166,7 @@ def test_references_are_counted_as_they_are_written_out() -> None:
         ("run.dir=${run.dir}", "run.dir rule refers to itself"),
         ("model.name=${oc.decode:x}", "is not a supported reference"),
         ("data.prefixes=${model.name}", "data.prefixes = .* must be a list"),
+        ("hook.on_event='mail -s ${model.name} me'", "hook.on_event rule must not refer to other settings"),
         (f"data.prefixes={'[' * 3000}{']' * 3000}", "nested brackets"),
         (f"run.dir={'${a:' * 3000}{'}' * 3000}", "nested brackets"),
     ],

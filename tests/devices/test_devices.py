@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import re
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -212,6 +213,56 @@ def test_more_ranks_than_gpus_is_the_users_mistake(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(torch.cuda, "device_count", lambda visible=visible: visible)
         with pytest.raises(ConfigError, match=f"local rank 2 has no device: {visible} are visible(.|\n)*{advice}"):
             cuda.DEVICE.enter(2, 3)
+
+
+class Nvml(ModuleType):
+    """pynvml as of nvidia-ml-py 12.575, for one GPU."""
+
+    NVML_MEMORY_ERROR_TYPE_CORRECTED, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 0, 1, 0
+    nvmlEventTypeXidCriticalError = 8
+
+    class NVMLError(Exception):
+        """Also of a timeout and of unsupported functions."""
+
+    nvmlInit, nvmlEventSetCreate = staticmethod(lambda: None), staticmethod(lambda: "set")
+    nvmlDeviceRegisterEvents = staticmethod(lambda handle, types, events: None)
+
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+        self.ecc, self.xids = [3, 0], list[int]()
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if uuid != "GPU-1":
+            raise self.NVMLError("Not Found")
+        return "handle"
+
+    def nvmlEventSetWait(self, events: str, milliseconds: int) -> SimpleNamespace:
+        assert (events, milliseconds) == ("set", 0)
+        if not self.xids:
+            raise self.NVMLError("Timeout")
+        return SimpleNamespace(eventType=8, eventData=self.xids.pop(0))
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: str, kind: int, counter: int) -> int:
+        if not self.ecc:
+            raise self.NVMLError("Not Supported")
+        return self.ecc[kind]
+
+
+def test_fault_counters_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1"))
+    nvml = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    read = cuda.DEVICE.open_fault_counters()
+    assert read is not None and read() == (0, 0, 0, 0)
+    nvml.ecc, nvml.xids = [4, 1], [63, 79]
+    assert read() == (1, 1, 2, 79) and read() == (1, 1, 2, 79), "an error is counted once"
+    nvml.ecc = []
+    assert read() == (1, 1, 2, 79), "a lost GPU"
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="MIG"))
+    assert cuda.DEVICE.open_fault_counters() is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert cuda.DEVICE.open_fault_counters() is None, "not installed"
+    assert get_device("cpu").open_fault_counters() is None
 
 
 def test_times_between_events_are_seconds() -> None:

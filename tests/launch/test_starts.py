@@ -26,11 +26,11 @@ from megatron_llama.launch import rank
 from megatron_llama.launch import start as start_module
 from megatron_llama.launch.rank import Report, run_as_rank
 from megatron_llama.launch.start import run_here
-from megatron_llama.launch.starts import STARTS_FILE, Start, log_end, log_start, read_starts
+from megatron_llama.launch.starts import RESTART_COUNTS, STARTS_FILE, Start, log_end, log_start, read_starts
 from megatron_llama.plan import Plan
 from megatron_llama.system.phase import PhaseFile
 from megatron_llama.train.metrics_file import note_loaded_step
-from tests.processes import MakeLauncher, plan_of, run_train_py, save_and_leave, without_plan
+from tests.processes import MakeLauncher, plan_of, run_train_py, save_and_leave, wait_until, without_plan
 from tests.ranks import check_threads, foreign_threads
 
 TINY = ("data=mock", "device=cpu", "data.seq_length=16", "trainer.steps=2", "device.peak_tflops=0.01")
@@ -213,13 +213,23 @@ def test_a_signal_after_the_wait_for_a_rank_is_no_error(monkeypatch: pytest.Monk
     assert rank.exit_code == 3
 
 
-def test_a_signal_is_named(launcher: MakeLauncher, tmp_path: Path) -> None:
+def test_a_signal_is_named(launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def work() -> None:
         save_and_leave(tmp_path, ready=lambda: os.kill(os.getppid(), signal.SIGTERM))  # the start forwards it
 
-    job = launcher(lambda: run_here(plan_in(tmp_path / "run"), partial(without_plan, work)))
+    plan = plan_in(tmp_path / "run")
+    plan.config.hook.on_event = f"cat >> {tmp_path}/events"
+    log_start(plan)
+    log_end(plan.run_dir, 1, "rank 0 failed: x")
+    monkeypatch.setenv(RESTART_COUNTS[0], "2")  # as under torchrun
+    job = launcher(lambda: run_here(plan, partial(without_plan, work)))
     assert job.wait() == 75, job.errors
-    assert only(tmp_path / "run").reason == "stopped by SIGTERM after saving"
+    reason = "stopped by SIGTERM after saving"
+    assert read_starts(tmp_path / "run")[0][-1].reason == reason
+    wait_until(lambda: len((tmp_path / "events").read_text().splitlines()) == 2)
+    restart, stop = map(json.loads, (tmp_path / "events").read_text().splitlines())
+    assert {"event": "restart", "restarts": 2, "status": 1, "reason": "rank 0 failed: x"}.items() <= restart.items()
+    assert {"event": "stop", "status": 75, "reason": reason}.items() <= stop.items()
 
 
 @pytest.mark.parametrize("end", ["done", "error", "rejected"])

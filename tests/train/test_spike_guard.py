@@ -26,6 +26,7 @@ from megatron_llama.train import stop_signals
 from megatron_llama.train.run_rank import train_model
 from megatron_llama.train.spike_guard import SpikeGuard, SpikeLimit
 from tests.checkpoint.runner import make_plan
+from tests.config.helpers import make
 from tests.data.files import numbered, write_indexed
 from tests.oracle import CPU
 from tests.ranks import RankFailed, run_ranks
@@ -153,6 +154,16 @@ def test_nonfinite_steps_have_their_own_rule() -> None:
             assert guard.state() == before, "means and counts exclude it"
             with pytest.raises(TrainingFault, match="loss nan"):
                 guard.check(10, float("nan"), 1.0, [])
+
+
+def test_repeated_spikes_are_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    guard = SpikeGuard(make(**{"trainer.spike_window": 8}).trainer)
+    for step in (1, 5, 9, 10, 20, 26, 22):  # a rewind goes back from step 26
+        guard._note_spike(step)
+    lines = capsys.readouterr().err.replace("\n    ", " ").splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["step 10", "step 22"]
+    assert lines[0].startswith("step 10: 3 spikes within 8 steps: ")
 
 
 # Skipped updates

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.devices import get_device
+from megatron_llama.devices.base import FAULT_METRICS, FaultCounts
 from megatron_llama.plan import resolve
 from megatron_llama.system import phase
 from megatron_llama.system.phase import PhaseFile
@@ -114,6 +115,37 @@ def test_waiting_ranks_are_not_slow() -> None:
     assert [other[0] for other in others] == [logged] * 2, "all ranks have the same verdict"
     logged, lines, _, _ = run_ranks(train_with_a_slow_rank, 3, None)[0]
     assert not lines and all(metrics["slowest_rank_ratio"] == pytest.approx(1.0) for metrics in logged)
+
+
+def count_faults(rank: int) -> tuple[list[dict[str, float]], list[str]]:
+    """Run 40 steps of 30 s; faults of rank 1's device grow in steps 15 and 35."""
+    clock, lines, logged = FakeTime(), list[str](), list[dict[str, float]]()
+    stragglers.time = clock  # type: ignore[assignment]
+    device = get_device("cpu")
+    device.record_event = clock.perf_counter  # type: ignore[method-assign]
+    grown = [FaultCounts(), FaultCounts(2 * rank, rank), FaultCounts(2 * rank, rank, rank, 79)]
+    device.open_fault_counters = lambda: lambda: grown[int(clock.now > 450) + int(clock.now > 1050)]  # type: ignore
+    plan = resolve(make(**{"trainer.dp": 2, "trainer.global_batch_size": 2}), 2)
+    watch = StragglerWatch(plan, device, cast(Any, SimpleNamespace(device=torch.device("cpu"))))
+    logger = SimpleNamespace(print_lines=lines.extend) if rank == 0 else None
+    for step in range(1, 41):
+        with watch.step():
+            clock.now += 30.0
+        metrics = {"step": float(step)}
+        watch.after_step(step, metrics, cast(MetricsLogger, logger))
+        logged.append({name: value for name, value in metrics.items() if name in FAULT_METRICS})
+    return logged, lines
+
+
+def test_faults_of_devices_are_reported_when_they_grow() -> None:
+    (logged, lines), (other, _) = run_ranks(count_faults, 2)
+    node = os.uname().nodename
+    assert lines == [
+        f"step 20: rank 1 on {node}: device errors: 2 ECC corrected, 1 ECC uncorrected",
+        f"step 40: rank 1 on {node}: device errors: 2 ECC corrected, 1 ECC uncorrected, 1 Xid (79)",
+    ]
+    sums = [dict(zip(FAULT_METRICS, counts, strict=True)) for counts in ((2, 1, 0), (2, 1, 1))]
+    assert logged == other == [*[{}] * 19, *[sums[0]] * 20, sums[1]], "since the start"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import re
 import socket
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_llama.arch.pattern import Pattern, fits_varlen
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.devices.base import INDUCTOR, Device, LazyModule, Peak, async_tp_problem, device_index
-from megatron_llama.devices.cuda import flash_attention_3, flight_recorder
+from megatron_llama.devices.base import INDUCTOR, Device, FaultCounts, LazyModule, Peak, async_tp_problem, device_index
+from megatron_llama.devices.cuda import fault_counters, flash_attention_3, flight_recorder
 from megatron_llama.devices.cuda.host import compiler_missing, find_product
 
 if TYPE_CHECKING:
@@ -181,6 +182,9 @@ class Cuda(Device):
             _TRANSFORMER_ENGINE: "cuDNN through Transformer Engine on Hopper and Blackwell GPUs",
         }
         return [name for module, name in packages.items() if find_spec(module) is not None]
+
+    def open_fault_counters(self) -> Callable[[], FaultCounts] | None:
+        return fault_counters.open_fault_counters(str(torch.cuda.get_device_properties(None).uuid))
 
     def recorder(self) -> Any:
         return flight_recorder

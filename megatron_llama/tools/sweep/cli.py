@@ -173,6 +173,8 @@ def plan_runs(sweep: Sweep, any_device: bool) -> list[Plan]:
             if (url := plan.config.checkpoint.dir) is not None:
                 rule = "would be the folder of all runs of the sweep"
                 raise ConfigError([Problem("checkpoint.dir", url, rule, "omit it")])
+            if (command := plan.config.hook.on_event) is not None:
+                raise ConfigError([Problem("hook.on_event", command, "would run for each run of the sweep", "omit it")])
             plans.append(plan)
         except ConfigError as error:
             for problem in error.problems:

@@ -48,6 +48,7 @@ TRIAL_OVERRIDES = (
     "checkpoint.resume=never",
     "checkpoint.dir=null",
     "checkpoint.memory_every_steps=null",
+    "hook.on_event=null",
 )
 """Overrides of a trial: no files, checkpoints or validation."""
 SLOW_FACTOR = 2.0
@@ -209,7 +210,7 @@ class SlurmJob:
 
 # Experiment files: train.py experiment=<name>.
 GROUPS = tuple(sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir() and path.name != EXPERIMENT))
-NOT_IN_EXPERIMENT = ("allow_targets", "dry_run", "run.dir")  # settings that are not written to an experiment
+NOT_IN_EXPERIMENT = ("allow_targets", "dry_run", "hook.on_event", "run.dir")
 
 
 def experiment_path(name: str) -> Path:

@@ -1,0 +1,90 @@
+"""The user's command at events of a run (hook.on_event): what it gets, and that no command stops or delays a run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tests.warm  # noqa: F401  before the first fork
+from megatron_llama import events
+from megatron_llama.checkpoint import saving
+from megatron_llama.train import loop, stragglers
+from tests.launch.small_runs import SMALL
+from tests.processes import gone, run_train_py, wait_until
+
+
+def test_events_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 1 cannot be saved, rank 1 is slow, and step 5 fails once. The command runs in the folder of the start."""
+    folder, failed = tmp_path / "run", tmp_path / "failed"
+    save_part, training_step = saving.save_part, loop.training_step
+
+    def save(tensors: Any, part: Path, *rest: Any) -> None:
+        if "00000001" in part.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_part(tensors, part, *rest)
+
+    def step(number: int, *rest: Any) -> dict[str, float]:
+        if number == 5 and not failed.exists() and os.environ["RANK"] == "0":
+            failed.touch()
+            raise RuntimeError("planted")
+        time.sleep(0.2 * (os.environ["RANK"] == "1"))
+        return training_step(number, *rest)
+
+    monkeypatch.setattr(saving, "save_part", save)
+    monkeypatch.setattr(loop, "training_step", step)
+    monkeypatch.setattr(stragglers, "WINDOW_STEPS", 1)
+    monkeypatch.chdir(tmp_path)
+    words = ["trainer.steps=6", "checkpoint.every_steps=1", "checkpoint.save_timeout_seconds=0"]
+    words += ["trainer.max_restarts=1", 'hook.on_event="cat >> events; exit 3"', "checkpoint.asynchronous=false"]
+    status, output = run_train_py(folder, *SMALL, *words)
+    assert status == 0, output
+    sent = sorted(map(json.loads, (tmp_path / "events").read_text().splitlines()), key=lambda each: float(each["time"]))
+    assert {each["run_dir"] for each in sent} == {str(folder)} and {each["host"] for each in sent} == {os.uname()[1]}
+    first = {each["event"]: each for each in reversed(sent)}
+    assert [sent[0]["event"], sent[-1]["event"], *sorted(first)[2:4]] == ["start", "end", "restart", "start"]
+    cause = {"step": 4, "restarts": 1, "status": 1, "reason": "rank 0 failed: RuntimeError: planted"}
+    assert cause.items() <= first["restart"].items() and first["start"]["step"] == 0
+    assert {"step": 6, "status": 0, "reason": "done"}.items() <= first["end"].items()
+    assert first["failed_save"]["step"] == 1 and "No space left on device" in first["failed_save"]["reason"]
+    assert first["straggler"]["ranks"] == [1] and first["straggler"]["ratio"] > 1.5
+    assert "hook.on_event: the command failed with status 3 at the event restart\n" in output
+    assert "cat >> events; exit 3 (hook.on_event)\n" in output, "the plan"
+
+
+def test_commands_that_fail_or_never_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(events, "_hook", None)
+    monkeypatch.setattr(events, "MOST_RUNNING", 2)
+    command = f"read event; case $event in *end*) exit 3;; esac; echo $$ >> {tmp_path}/pids; sleep 1000; :"
+    assert events.listen(command, tmp_path) and not events.listen("true", tmp_path), "one command of a process"
+    for event in ("end", "first", "second", "third"):
+        events.send(event, large="x" * 1000)
+        wait_until(lambda event=event: event != "end" or not events._own_hook().running())  # type: ignore
+    wait_until(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text().count("\n") == 2)
+    monkeypatch.setattr(events, "END_SECONDS", 600.0)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()  # ends the wait
+    begin = time.monotonic()
+    events.finish()
+    assert time.monotonic() - begin < 60
+    assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+    assert capfd.readouterr().err.splitlines() == [
+        "hook.on_event: the command failed with status 3 at the event end",
+        "hook.on_event: 2 commands still run; none was started for third",
+        "hook.on_event: killed the command of the event first 0 s after the end",
+        "hook.on_event: killed the command of the event second 0 s after the end",
+    ]
+    monkeypatch.setattr(events, "END_SECONDS", 0.0)
+    events.send("first")
+    events.finish()
+    assert capfd.readouterr().err.count("killed the command") == 1
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert events._own_hook() is None, "a fork"
