@@ -186,7 +186,7 @@ CHANGES: dict[str, Change] = {
     "launch.hosts": Change(["one", "two"], world=2),
     "launch.hostfile": Change("hosts.txt"),
     "launch.ssh": Change("ssh -p 22"),
-    "hook.on_event": Change("./notify.sh"),
+    "hook.on_event": Change("notify"),
     "run.dir": Change("elsewhere"),
     "init_from": Change("/models/other"),
     "allow_targets": Change(["a.Class"]),

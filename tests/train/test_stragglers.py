@@ -123,7 +123,7 @@ def count_faults(rank: int) -> tuple[list[dict[str, float]], list[str]]:
     stragglers.time = clock  # type: ignore[assignment]
     device = get_device("cpu")
     device.record_event = clock.perf_counter  # type: ignore[method-assign]
-    grown = [FaultCounts(), FaultCounts(2 * rank, rank), FaultCounts(2 * rank, rank, rank, 79)]
+    grown = [FaultCounts(), FaultCounts(2 * rank, rank), FaultCounts(2 * rank, rank, rank, 79 * rank)]
     device.open_fault_counters = lambda: lambda: grown[int(clock.now > 450) + int(clock.now > 1050)]  # type: ignore
     plan = resolve(make(**{"trainer.dp": 2, "trainer.global_batch_size": 2}), 2)
     watch = StragglerWatch(plan, device, cast(Any, SimpleNamespace(device=torch.device("cpu"))))
