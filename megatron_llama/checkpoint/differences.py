@@ -31,7 +31,7 @@ SETTINGS = {
     # Accepted: placement, speed, output, and settings that only the first start reads.
     FREE: {
         "model": "name initializer_range",
-        "data": "name tokenizer cache_dir cache_gib prepare",
+        "data": "name any_template tokenizer cache_dir cache_gib prepare",
         "trainer": f"{' '.join(AXIS_NAMES)} cp_comm vpp pipeline_layers sp zero shard_group secondary_group "
         "micro_batch_size epochs recompute recompute_every mlp_chunks offload compile compile_strict compile_cache "
         "async_tp deterministic skip_nonfinite_steps check_copies_every spike_rewinds hang_timeout_seconds profile "

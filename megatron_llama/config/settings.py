@@ -225,6 +225,8 @@ class DataConfig:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of a Jinja chat template for raw data files, e.g. {enable_thinking: false}. A record's own
     chat_template_kwargs have priority."""
+    any_template: bool = False
+    """Train on datasets whose chat template is not the one that exported folders get."""
     format: Annotated[str, one_of("auto", *CHAT_FORMATS, RENDERED)] = "auto"
     """Record format of raw data files; auto: by their keys, except text (rendered chats)."""
     response_marker: Annotated[str | None, not_blank("must be text that begins an answer", "assistant")] = None

@@ -19,12 +19,13 @@ from megatron_llama.config.data_settings import (
     stored_format,
 )
 from megatron_llama.config.problems import format_value
-from megatron_llama.config.settings import DataConfig
+from megatron_llama.config.settings import RENDERED, DataConfig
 from megatron_llama.corpus.indexed_format import CHUNK, MASK_DTYPE, Index, IndexedDataset, read_index
 from megatron_llama.corpus.splits import SPLITS, split_range
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import file_size, read_json
 from megatron_llama.system.object_store import location
+from megatron_llama.text.chat_template import OWN, own_template_sha256
 from megatron_llama.text.tokenizer import tokenizer_file, tokenizer_sha256, vocabulary_size
 
 _SAMPLED_BYTES = 64 << 20  # ids checked at the start of a .bin
@@ -57,7 +58,32 @@ def check_data(config: Config) -> list[Problem]:
             problems += _tokenizer_mismatch(prefix, data, sha256)
         if data.kind == "sft":
             problems += _example_problems(config, name, prefix, dataset.index)
-    return problems
+    return problems if data.any_template or data.kind != "sft" or problems else [*_template_problems(config)]
+
+
+def _template_problems(config: Config) -> Iterator[Problem]:
+    """Yield the problem of each training set whose chat template is not the one of the exported folder.
+
+    Exports get the template of the sets, or keep the tokenizer's.
+    """
+    folder, rendered = config.data.tokenizer or config.init_from, dict[str, str]()
+    for name, prefix in list_paths(config.data):
+        try:
+            options = read_json(location(prefix + ".json"))["options"]
+            sha256, is_own = str(options["chat_template_sha256"]), options["chat_template"] == OWN
+        except (OSError, ValueError, LookupError, TypeError):  # the dataset of another program
+            continue
+        if name != "data.prefixes" or options.get("format") == RENDERED:
+            continue
+        fix = "prepare the dataset again, or write data.any_template=true"
+        if rendered and sha256 not in rendered:
+            rule = f"was rendered with another chat template than {[*rendered.values()][0]}; an export has only one"
+            yield Problem(name, prefix, rule, fix)
+        elif not rendered and is_own and folder is not None and tokenizer_file(folder).is_file():
+            if own_template_sha256(Path(folder)) != sha256:
+                rule = f"was rendered with another chat template than that in {folder}, which an export gets"
+                yield Problem(name, prefix, rule, f"write data.tokenizer=FOLDER with its template, {fix}")
+        rendered.setdefault(sha256, prefix)
 
 
 def _largest_id(dataset: IndexedDataset) -> int:

@@ -8,6 +8,7 @@ too.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -359,6 +360,14 @@ def load_own_template(
     values = {name: one.get("content") if isinstance(one := named.get(name), dict) else one for name in names}
     tokens = {name: value for name, value in values.items() if isinstance(value, str)}
     return Jinja(source, {**tokens, **variables}, ends, str(folder))
+
+
+def own_template_sha256(path: Path) -> str | None:
+    """Return the digest of the tokenizer's chat template, as in manifests of datasets; None without a template."""
+    try:
+        return hashlib.sha256(load_own_template(path, ()).source.encode()).hexdigest()
+    except UserError:
+        return None
 
 
 @dataclass(frozen=True)

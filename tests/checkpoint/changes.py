@@ -100,6 +100,7 @@ CHANGES: dict[str, Change] = {
     "data.validation_prefixes": Change(["b"], {**SFT, **VALIDATED}),
     "data.chat_template": Change("chatml", SFT, becomes={"data.prefixes": ["b"]}),
     "data.chat_template_kwargs": Change({"short": True}, SFT, becomes={"data.prefixes": ["b"]}),
+    "data.any_template": Change(True),
     "data.format": Change("text", SFT, becomes={"data.prefixes": ["b"]}),
     "data.response_marker": Change("a", SFT, becomes={"data.prefixes": ["b"]}),
     "data.template": Change("qnli", SFT, becomes={"data.prefixes": ["b"]}),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +15,10 @@ from typing import Any
 import pytest
 
 from data_prep.sft import main as prepare
-from megatron_llama.config import ConfigError
+from megatron_llama.config import Config, ConfigError
+from megatron_llama.config.settings import DataConfig
 from megatron_llama.corpus.indexed_format import IndexedDataset
+from megatron_llama.data.checks import check_data
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import (
     NAMED_TEMPLATES,
@@ -118,6 +122,31 @@ def test_the_manifest_says_whether_bos_comes_first(folders: Path, tmp_path: Path
         begin = text_of(folders / name).encode("x")[0] if name == "bos" else 1
         assert (other.ids(HELLO)[0] == begin) == (name == "bos")
         assert (ids[0] == begin) == (option == "--add-bos")
+
+
+def test_a_training_template_is_the_exported_one(folders: Path, tmp_path: Path) -> None:
+    """Only ``data.any_template`` accepts another one, and then an export keeps the tokenizer's."""
+    other = Path(shutil.copytree(folders / "plain", tmp_path / "other"))
+    settings = json.loads((other / "tokenizer_config.json").read_text())
+    settings["chat_template"] += " "
+    (other / "tokenizer_config.json").write_text(json.dumps(settings))
+    for name in ("own", "plain"):
+        example(folders / "plain", tmp_path / name, "--chat-template", name)
+    one_template, two = [f"{tmp_path}/own/set_sft"], [f"{tmp_path}/plain/set_sft", f"{tmp_path}/own/set_sft"]
+    for prefixes, tokenizer, message in (
+        (one_template, folders / "plain", None),
+        (two[:1], other, None),
+        (one_template, other, "was rendered with another chat template than that in"),
+        (
+            two,
+            folders / "plain",
+            "another chat template than .*plain/set_sft; an export has only one",
+        ),
+    ):
+        data = DataConfig(kind="sft", prefixes=prefixes, seq_length=512, split="1,0,0", tokenizer=str(tokenizer))
+        problems = check_data(Config(data=data))
+        assert re.search(message or "^$", "".join(problem.rule for problem in problems)), problems
+        assert check_data(Config(data=replace(data, any_template=True))) == []
 
 
 def test_which_template(folders: Path, tmp_path: Path) -> None:
