@@ -218,9 +218,10 @@ class MemoryCopies:
                 for name, offset, copy in copies
             ]
             body = manifest_body(state, {file: buffer.numel()}, describe_chunks(tensors, chunks))
-            self._write(self._rank, slot, with_checksum({**body, "start": self._register.start}))
+            text = with_checksum({**body, "start": self._register.start})
+            self._write(self._rank, slot, text)
             partner = self._partners[self._rank]
-            sent = [] if partner is None else self._send(self._rank, slot, partner)
+            sent = [] if partner is None else self._send(self._rank, slot, partner, text)
             for source in self._sources:
                 self._receive(source)
             _wait(sent)
@@ -312,13 +313,14 @@ class MemoryCopies:
             return None
         return manifest
 
-    def _send(self, rank: int, slot: int, target: int) -> list[tuple[dist.Work, torch.Tensor]]:
-        """Begin to send a copy; return the operations for ``_wait``."""
+    def _send(self, rank: int, slot: int, target: int, text: str | None = None) -> list[tuple[dist.Work, torch.Tensor]]:
+        """Begin to send a copy with its description, by default from its file; return the operations for ``_wait``."""
         if (rank, slot) not in self._buffers:
             self._reserve(rank, slot, _size(self._file(rank, slot)))
-        text, buffer = bytearray(self._file(rank, slot, ".json").read_bytes()), self._buffers[rank, slot]
-        head = torch.tensor([rank, slot, len(text), buffer.numel()])
-        messages = [head, torch.frombuffer(text, dtype=torch.uint8), *buffer.split(_MESSAGE_BYTES)]
+        described = bytearray((text or self._file(rank, slot, ".json").read_text()).encode())
+        buffer = self._buffers[rank, slot]
+        head = torch.tensor([rank, slot, len(described), buffer.numel()])
+        messages = [head, torch.frombuffer(described, dtype=torch.uint8), *buffer.split(_MESSAGE_BYTES)]
         works = [(dist.isend(message, target, group=self._group), message) for message in messages]
         return [(work, message) for work, message in works if work is not None]
 

@@ -30,7 +30,7 @@ SETTINGS = (
     "model.intermediate_size=64 model.num_hidden_layers=2 model.num_attention_heads=4 model.num_key_value_heads=2 "
     f"data.seq_length=16 trainer.global_batch_size=4 trainer.micro_batch_size=2 trainer.steps={STEPS} optim.lr=0.003 "
     f"trainer.val_every_steps=5 trainer.val_steps=1 checkpoint.every_steps={SAVED_EVERY} checkpoint.keep=3 "
-    "device.peak_tflops=0.1 logging.every_steps=1"
+    "checkpoint.save_timeout_seconds=1 device.peak_tflops=0.1 logging.every_steps=1"
 ).split()
 LAYOUTS = {
     "single": [],

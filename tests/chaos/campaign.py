@@ -16,6 +16,7 @@ import torch
 
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
+from megatron_llama.system.files import DRAFT
 from megatron_llama.corpus.indexed_format import write_index
 from tests.chaos.attempts import STEPS, Attempt, Life
 from tests.chaos.faults import DAMAGED_FILES, FAULTS, HANG_SECONDS, MAKE_HANG, NEED_INTERPOSER, Fault, damage_file
@@ -165,7 +166,7 @@ class Campaign:
     def _finished(self, life: Life, disk_failed: bool = False) -> None:
         """Raise Broken unless a finished run is bit-identical to the undisturbed one; then delete it.
 
-        ``disk_failed``: a failed disk keeps the draft of a picture until the next start.
+        ``disk_failed``: a failed disk keeps drafts until the next start.
         """
         undisturbed = self.undisturbed[life.layout]
         if life.losses() != undisturbed.losses:
@@ -174,8 +175,7 @@ class Campaign:
         differ = [n for n, tensor in undisturbed.tensors.items() if n not in ours or not torch.equal(ours[n], tensor)]
         if differ or ours.keys() != undisturbed.tensors.keys():
             raise Broken(f"tensors of the finished run differ: {differ[:3]}")
-        drafts = ".loss.png" if disk_failed else "none"
-        if left := [name for name in life.leftovers() if not name.startswith(drafts)]:
+        if left := [name for name in life.leftovers() if not (disk_failed and name.endswith(DRAFT))]:
             raise Broken(f"left behind: {left}")
         shutil.rmtree(life.folder)
         life.output.unlink()

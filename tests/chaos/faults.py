@@ -160,7 +160,7 @@ def pause(attempt: Attempt, chance: random.Random, _: Interposer | None) -> Faul
 
 
 def disk(attempt: Attempt, chance: random.Random, interposer: Interposer | None) -> Fault | None:
-    """Make all writes to the run's folder fail after a random number of writes: disk full, read-only or I/O error."""
+    """Make all writes to the run's folder fail after a random number of writes, with one of DISK_ERRORS."""
     assert interposer is not None, "the campaign skips this kind without the interposer"
     name, moment = chance.choice(list(DISK_ERRORS)), _moment(attempt, chance)
     if moment is None:

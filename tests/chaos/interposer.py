@@ -66,7 +66,14 @@ class Interposer:
         self._control.error = self._control.seconds = 0
 
 
-DISK_ERRORS = {"disk full": errno.ENOSPC, "read-only": errno.EROFS, "input/output error": errno.EIO}
+DISK_ERRORS = {
+    "disk full": errno.ENOSPC,
+    "quota exceeded": errno.EDQUOT,
+    "read-only": errno.EROFS,
+    "no permission": errno.EACCES,
+    "stale handle": errno.ESTALE,
+    "input/output error": errno.EIO,
+}
 
 
 def build(folder: Path) -> dict[str, str] | str:
