@@ -206,7 +206,7 @@ class Device(ABC):
         return []
 
     def open_fault_counters(self) -> Callable[[], FaultCounts] | None:
-        """Return a function that reads the fault counters of this rank's device; None if it has none, or no reader."""
+        """Return a function that reads the fault counters of this rank's device; None without counters or a reader."""
         return None
 
     def recorder(self) -> Any:

@@ -107,7 +107,7 @@ class FaultWatch:
     """Fault counts of all ranks' devices, of which each rank reads its own."""
 
     def __init__(self, read: Callable[[], FaultCounts] | None, world: int) -> None:
-        """``read``: reads the counters of this rank's device; None: it has none."""
+        """``read``: reads the counters of this rank's device; None: no counters."""
         self.read, self._read_at = read, -math.inf
         self._local = FaultCounts()
         self._known = [FaultCounts()] * world
