@@ -16,8 +16,8 @@ import torch
 
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest
-from megatron_llama.system.files import DRAFT
 from megatron_llama.corpus.indexed_format import write_index
+from megatron_llama.system.files import DRAFT
 from tests.chaos.attempts import STEPS, Attempt, Life
 from tests.chaos.faults import DAMAGED_FILES, FAULTS, HANG_SECONDS, MAKE_HANG, NEED_INTERPOSER, Fault, damage_file
 from tests.chaos.interposer import Interposer
