@@ -141,14 +141,12 @@ def weight_dtype(model: torch.nn.Module) -> str:
 def matmul_dtype(model: torch.nn.Module, layer: str, forward: Any) -> str:
     """Return the output dtype of the module named ``layer`` when ``forward`` runs the model."""
     dtypes: list[str] = []
-    hook = model.get_submodule(layer).register_forward_hook(
-        lambda module, inputs, output: dtypes.append(str(output.dtype).removeprefix("torch."))
-    )
-    try:
-        with torch.no_grad():
-            forward()
-    finally:
-        hook.remove()
+
+    def note(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        dtypes.append(str(output.dtype).removeprefix("torch."))
+
+    with model.get_submodule(layer).register_forward_hook(note), torch.no_grad():
+        forward()
     return dtypes[0]
 
 
