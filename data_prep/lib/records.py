@@ -85,12 +85,7 @@ def parse_turns(record: Mapping[str, Any], format: str) -> tuple[Turns, list[str
     for number, turn in enumerate(turns):
         if not turn.text.strip() and not turn.calls and turn.role != "tool":
             raise RecordError("empty_content", f"turn {number + 1} ({turn.role}) is empty")
-        try:
-            turn.text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            code = ord(turn.text[error.start])
-            place = f"U+{code:04X} at character {error.start} of turn {number + 1}"
-            raise RecordError("lone_surrogate", place) from None
+        _check_characters(turn.text, f"turn {number + 1}")
     answers = [number for number, turn in enumerate(turns) if turn.role == "assistant" and turn.learn]
     if not answers:
         raise RecordError("no_assistant_turn", "no turn is an answer with loss")
@@ -224,12 +219,8 @@ def _is_empty(value: Any) -> bool:
 
 def _key(record: Mapping[str, Any], *keys: str) -> Any:
     """Return the value of the first of ``keys`` that the record has."""
-    for key in keys:
-        if record.get(key) is not None:
-            return record[key]
-    for key in keys:
-        if key in record:
-            return None
+    if record.keys() & {*keys}:
+        return _first_value(record, *keys)
     known = ", ".join(sorted(record)[:8])[:200] or "nothing"
     raise RecordError("unknown_format", f"no key {keys[0]!r}; the keys are {known}")
 
@@ -501,9 +492,14 @@ def _parse_line_slowly(line: bytes, keys: Sequence[str]) -> list[str]:
             raise RecordError("null_text", f"{key!r} is null")
         if not isinstance(text, str):
             raise RecordError("text_not_a_string", f"{key!r} is a {type(text).__name__}")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            detail = f"U+{ord(text[error.start]):04X} at character {error.start} of {key!r}"
-            raise RecordError("lone_surrogate", detail) from None
+        _check_characters(text, repr(key))
     return [record[key] for key in keys]
+
+
+def _check_characters(text: str, where: str) -> None:
+    """Raise RecordError for a surrogate, which has no UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        detail = f"U+{ord(text[error.start]):04X} at character {error.start} of {where}"
+        raise RecordError("lone_surrogate", detail) from None
