@@ -20,6 +20,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -83,11 +84,6 @@ def replace_p2p_ops(exchange: Callable[..., dict[str, dist.Work]]) -> Iterator[N
     "send_next", "recv_prev", "send_prev" and "recv_next".
     """
     module = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
-    originals = {name: getattr(module, name) for name in ("_p2p_ops", "_batched_p2p_ops")}
-    module._p2p_ops = exchange  # type: ignore[attr-defined]
-    module._batched_p2p_ops = lambda **tensors: list(exchange(**tensors).values())  # type: ignore[attr-defined]
-    try:
+    batched = lambda **tensors: list(exchange(**tensors).values())  # noqa: E731
+    with patch.multiple(module, _p2p_ops=exchange, _batched_p2p_ops=batched):
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(module, name, original)
