@@ -17,16 +17,14 @@ import torch.distributed as dist
 from benchmarks.harness.task import Facts, TrainingTask, checksum
 from benchmarks.harness.worker import Ranks, serve
 from megatron_llama.cli import main as launch
-from megatron_llama.data.batches import build_data
 from megatron_llama.devices.cpu import attention as attention_cpu
 from megatron_llama.devices.cpu.matmul import by_amx
 from megatron_llama.model.inputs import MicroBatch
-from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import ParallelModel, build_model, open_device, process_groups
+from megatron_llama.parallel import open_device, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.tools.common import MOCK_RUN
-from megatron_llama.tools.steps import Steps, open_steps
+from megatron_llama.tools.steps import Steps, build_steps
 from megatron_llama.topology import AXIS_NAMES
 
 
@@ -116,13 +114,13 @@ class OurRanks(Ranks):
 class OurTrainer:
     """Training steps of one rank."""
 
-    def __init__(self, task: TrainingTask, plan: Plan, model: ParallelModel, steps: Steps, ranks: Ranks) -> None:
-        self.steps = steps
-        counted = sum(part.numel() for shard in model.trained for part in shard.owned(shard.local))
+    def __init__(self, task: TrainingTask, plan: Plan, steps: Steps, ranks: Ranks) -> None:
+        self.steps, trained = steps, steps.model.trained
+        counted = sum(part.numel() for shard in trained for part in shard.owned(shard.local))
         tokens = task.text(1)[:, :-1]
         self.facts = Facts(
             parameters=sum(ranks.gather(counted)),
-            weight_dtype=" ".join(sorted({str(shard.local.dtype).removeprefix("torch.") for shard in model.trained})),
+            weight_dtype=" ".join(sorted({str(shard.local.dtype).removeprefix("torch.") for shard in trained})),
             compute_dtype=plan.precision.compute_dtype,
             tokens_per_step=plan.tokens_per_step,
             tokens_checksum=checksum(tokens),
@@ -143,12 +141,9 @@ def train_rank(task: TrainingTask, plan: Plan) -> None:
     with process_groups(plan, topology, device, torch_device):
         ranks = OurRanks(rank)
         device.seed(plan.config.trainer.seed)
-        model = build_model(plan, topology, device, torch_device)
-        optimizer = build_optimizer(plan, model)
-        data = build_data(plan, topology, torch_device)
         batches = TaskBatches(task, plan, topology.place["dp"], torch_device)
-        with open_steps(plan, topology, model, optimizer, data, batches) as steps:
-            serve(task, lambda: OurTrainer(task, plan, model, steps, ranks), ranks)
+        with build_steps(plan, topology, device, torch_device, batches) as steps:
+            serve(task, lambda: OurTrainer(task, plan, steps, ranks), ranks)
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from megatron_llama.optim.norm import parameter_norm
 from megatron_llama.parallel import ParallelModel, build_model, open_device, process_groups
 from megatron_llama.parallel.groups import axis_of
 from megatron_llama.plan import Plan
-from megatron_llama.tools.forecast.traffic import Amount, Traffic, TrafficKey, bytes_leaving_node, sort_traffic
+from megatron_llama.tools.forecast.traffic import Traffic, TrafficKey, add_traffic, bytes_leaving_node, sort_traffic
 from megatron_llama.topology import Topology
 from megatron_llama.train.loop import training_step
 from megatron_llama.train.step_checks import StepGuard
@@ -84,13 +84,22 @@ def open_steps(
 
 
 @contextmanager
-def open_rank(plan: Plan, rank: int, device: Device, torch_device: torch.device) -> Iterator[Steps]:
+def build_steps(
+    plan: Plan, topology: Topology, device: Device, torch_device: torch.device, batches: Any = None
+) -> Iterator[Steps]:
     """Build the model, the optimizer and the data of a rank, and yield its steps. All ranks must call it."""
+    model = build_model(plan, topology, device, torch_device)
+    optimizer, data = build_optimizer(plan, model), build_data(plan, topology, torch_device)
+    with open_steps(plan, topology, model, optimizer, data, batches) as steps:
+        yield steps
+
+
+@contextmanager
+def open_rank(plan: Plan, rank: int, device: Device, torch_device: torch.device) -> Iterator[Steps]:
+    """Join the process groups, and yield the steps of ``build_steps``."""
     topology = plan.topology(rank)
     with process_groups(plan, topology, device, torch_device):
-        model = build_model(plan, topology, device, torch_device)
-        optimizer, data = build_optimizer(plan, model), build_data(plan, topology, torch_device)
-        with open_steps(plan, topology, model, optimizer, data) as steps:
+        with build_steps(plan, topology, device, torch_device) as steps:
             yield steps
 
 
@@ -172,17 +181,13 @@ class Modules:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Hook all modules inside the context."""
-        hooks: list[Any] = []
-        for module in self._names:
-            # Before the hooks of fully_shard, so that gathers of weights belong to the module. Always, because
-            # recomputation ends with an exception.
-            hooks.append(module.register_forward_pre_hook(self._enter, prepend=True))
-            hooks.append(module.register_forward_hook(self._leave, prepend=True, always_call=True))
-        try:
+        with ExitStack() as hooks:
+            for module in self._names:
+                # Before the hooks of fully_shard, so that gathers of weights belong to the module. Always, because
+                # recomputation ends with an exception.
+                hooks.enter_context(module.register_forward_pre_hook(self._enter, prepend=True))
+                hooks.enter_context(module.register_forward_hook(self._leave, prepend=True, always_call=True))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def place(self) -> Place:
         """Return the place of the operator that is being dispatched."""
@@ -325,13 +330,13 @@ class TrafficCounter(CollectiveMode):
             line = TrafficKey(axis, kind, group.size())
         else:
             raise UnknownCollective(f"{kind} in a group of no axis: {dist.get_process_group_ranks(group)}")
-        _add(self._traffic, line, size)
+        add_traffic(self._traffic, line, 1, size)
         if self._per_node is not None:
             me, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
             if kind in ("send", "recv"):
                 ranks = [me, dist.get_global_rank(group, args[2])]
             if away := bytes_leaving_node(kind, ranks, me, size, self._per_node):
-                _add(self._node_traffic, line, away)
+                add_traffic(self._node_traffic, line, 1, away)
 
 
 def _group(argument: Any) -> dist.ProcessGroup:
@@ -340,11 +345,6 @@ def _group(argument: Any) -> dist.ProcessGroup:
         group = argument if isinstance(argument, dist.ProcessGroup) else dist.ProcessGroup.unbox(argument)
         argument = group.group_name
     return dist.distributed_c10d._resolve_process_group(argument)
-
-
-def _add(traffic: Traffic, line: TrafficKey, size: int) -> None:
-    before = traffic.get(line, Amount(0, 0))
-    traffic[line] = Amount(before.calls + 1, before.payload + size)
 
 
 STEPS = 2  # steps whose traffic is counted

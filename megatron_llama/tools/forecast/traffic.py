@@ -118,8 +118,7 @@ def between_nodes(operations: Iterable[Operation], rank: int, world_size: int, p
         group = operation.group(rank, world_size)
         size = bytes_leaving_node(operation.key.kind, group, rank, operation.payload, per_node)
         if size:
-            calls, before = traffic.get(operation.key, (0, 0))
-            traffic[operation.key] = Amount(calls + operation.calls, before + operation.calls * size)
+            add_traffic(traffic, operation.key, operation.calls, size)
     return sort_traffic(traffic)
 
 
@@ -134,9 +133,14 @@ def totals(operations: Iterable[Operation]) -> Traffic:
     """Sum calls and payload per step, in the order of AXES and KINDS."""
     traffic: Traffic = {}
     for operation in operations:
-        calls, payload = traffic.get(operation.key, (0, 0))
-        traffic[operation.key] = Amount(calls + operation.calls, payload + operation.calls * operation.payload)
+        add_traffic(traffic, operation.key, operation.calls, operation.payload)
     return sort_traffic(traffic)
+
+
+def add_traffic(traffic: Traffic, key: TrafficKey, calls: int, payload: int) -> None:
+    """Add ``calls`` of ``payload`` bytes each."""
+    before = traffic.get(key, Amount(0, 0))
+    traffic[key] = Amount(before.calls + calls, before.payload + calls * payload)
 
 
 def sort_traffic(traffic: Traffic) -> Traffic:

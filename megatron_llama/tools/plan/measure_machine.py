@@ -25,15 +25,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama import cli
-from megatron_llama.data.batches import build_data
 from megatron_llama.devices import HOST, Device, get_device
 from megatron_llama.launch.world import find_world
 from megatron_llama.model.loss import LossSpec
 from megatron_llama.model.loss import _LinearCrossEntropy as LinearCrossEntropy
 from megatron_llama.model.norm import RMSNorm
 from megatron_llama.model.rotary import rotary_table, rotate
-from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import build_model, process_groups
+from megatron_llama.parallel import process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.progress import ProgressBar
@@ -50,7 +48,7 @@ from megatron_llama.tools.forecast.this_machine import (
     Calibration,
     calibration_path,
 )
-from megatron_llama.tools.steps import open_steps, rank_results
+from megatron_llama.tools.steps import build_steps, rank_results
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDS = 5
@@ -293,11 +291,7 @@ def _added_seconds(start: Callable[[], dist.Work | None], overlapped: bool) -> f
 
 def _step(plan: Plan, rank: int, device: Device, torch_device: torch.device) -> float:
     """Return the seconds of a training step."""
-    topology = plan.topology(rank)
-    model = build_model(plan, topology, device, torch_device)
-    optimizer = build_optimizer(plan, model)
-    data = build_data(plan, topology, torch_device)
-    with open_steps(plan, topology, model, optimizer, data) as steps:
+    with build_steps(plan, plan.topology(rank), device, torch_device) as steps:
         numbers = itertools.count(1)
         return median_seconds(lambda: steps.run(next(numbers)), 1)
 
