@@ -254,9 +254,8 @@ class DividedCache(KVCache):
 
     def inputs(self, llama: Llama, tokens: torch.Tensor) -> BlockInputs:
         """Return the blocks' inputs for this rank's next tokens [b, s]."""
-        positions = self.positions.t()
         if not self.from_the_start:
-            return BlockInputs((self._cos[positions][:, :, 0], self._sin[positions][:, :, 0]), None)
+            return super().inputs(llama, tokens)
         local = self.division.positions(self._unpadded, self.device).clamp(max=self.capacity - 1)
         builder: Any = llama.build_inputs
         return BlockInputs((self._cos[local], self._sin[local]), builder.visible(tokens))
