@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import torch.distributed as dist
@@ -103,8 +104,5 @@ def _without_pickles() -> Iterator[None]:
     def load_array(*args: Any, **options: Any) -> Any:
         return load(*args, **{**options, "allow_pickle": False})
 
-    numpy.load = load_array
-    try:
+    with patch.object(numpy, "load", load_array):
         yield
-    finally:
-        numpy.load = load
