@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -167,12 +168,8 @@ class StepWatcher(TorchDispatchMode):
                 self._change(storage._cdata, entry[0], size)
             return result
 
-        torch.UntypedStorage.resize_ = observed  # type: ignore[method-assign, assignment]
-        try:
-            with self:
-                yield
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        with patch.object(torch.UntypedStorage, "resize_", observed), self:
+            yield
 
     def new_step(self) -> None:
         """Discard the counts of the last step, but not the live storages."""
