@@ -21,6 +21,7 @@ from megatron_llama.devices.cpu import attention as attention_cpu
 from megatron_llama.devices.cpu.matmul import by_amx
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.parallel import open_device, process_groups
+from megatron_llama.parallel.groups import gather_objects
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.tools.common import MOCK_RUN
@@ -106,9 +107,7 @@ class OurRanks(Ranks):
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values
+        return gather_objects(value)
 
 
 class OurTrainer:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron_llama.devices import Device, get_device
 from megatron_llama.devices.processor import matmul_rate
 from megatron_llama.parallel import process_groups
-from megatron_llama.parallel.groups import current_groups
+from megatron_llama.parallel.groups import current_groups, gather_objects
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.system.files import write_atomically
@@ -50,12 +50,11 @@ def measure_ranks(folder: str, plan: Plan) -> None:
                 show_line(f"measuring {activity} ...")
 
         on_start("matmuls")
-        rank_results: list[Any] = [None] * plan.world_size
         size = LARGE_MATMUL_SIZE if device.is_accelerator else MATMUL_SIZE
         dtype = getattr(torch, plan.precision.compute_dtype.removeprefix("torch."))
         dist.barrier()  # all ranks compute at once
         rate = matmul_rate(size, dtype, SECONDS, torch_device, device.synchronize)
-        dist.all_gather_object(rank_results, (socket.gethostname(), rate))
+        rank_results = gather_objects((socket.gethostname(), rate))
         results: dict[str, Any] = {
             "hosts": [host for host, _ in rank_results],
             "products": [rate for _, rate in rank_results],
@@ -99,9 +98,7 @@ def _links(leaders: Sequence[int], device: Device, torch_device: torch.device) -
                     seconds = min(_send(buffer, sender, receiver, device) for _ in range(LINK_CALLS))
                     if rank == sender:
                         local_rates.append((*direction, size / seconds))
-    world_rates: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(world_rates, local_rates)
-    return [link for links in world_rates for link in links]
+    return [link for links in gather_objects(local_rates) for link in links]
 
 
 def _send(buffer: torch.Tensor, sender: int, receiver: int, device: Device) -> float:
@@ -251,9 +248,7 @@ def rates_of_groups(
                 call = collective(kind, size, group, device)
                 times = times_of_calls(call, group, synchronize, device)
                 local_rates.append(Rate(axis, kind, len(members), size, times[len(times) // 2], members))
-    world: list[list[Rate]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(world, local_rates)
-    return [rate for rank, rates in enumerate(world) for rate in rates if rate.group[0] == rank]
+    return [rate for rank, rates in enumerate(gather_objects(local_rates)) for rate in rates if rate.group[0] == rank]
 
 
 def collective(kind: str, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:

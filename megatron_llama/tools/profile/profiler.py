@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -19,6 +18,7 @@ from megatron_llama.data.prefetch import Prefetcher
 from megatron_llama.devices import Device
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
+from megatron_llama.parallel.groups import gather_objects
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.tools.figures import MemoryTimeline
@@ -109,8 +109,7 @@ class StepProfiler:
     def _finish(self) -> None:
         """Gather the profiles; the first rank writes them."""
         phase.enter("writing the profile", phase.PATIENT)
-        ranks: list[Any] = [None] * self.plan.world_size
-        dist.all_gather_object(ranks, self.rank_profile())
+        ranks = gather_objects(self.rank_profile())
         if self.topology.is_logger:
             with _report_write_errors():
                 write_profile(self.plan, ranks, self._folder)
