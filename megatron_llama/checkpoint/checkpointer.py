@@ -394,7 +394,7 @@ class Checkpointer:
         self._saved = step
 
     def _tensors(self, step: int, *, owned: bool) -> dict[str, Rectangles]:
-        """Return views of this rank's tensors after ``step``; with ``owned`` only those of its part of a checkpoint."""
+        """Return views of this rank's tensors after ``step``; with ``owned`` only of its part of a checkpoint."""
         tensors = contents.weights(self.model.trained, owned)
         if step > 0:
             tensors |= contents.optimizer_states(self.optimizer, owned)

@@ -1,8 +1,8 @@
 """Copies of the newest steps in host memory: a restart loses at most ``checkpoint.memory_every_steps`` steps.
 
 Each rank has two files on its host's RAM disk, which survive the rank and its launcher, and writes them in turn. If the
-ranks are on several nodes, the next node keeps the same two files. A file has all weights and states of its rank, also
-those with replicas on other ranks, so a rank reads only its own file, and another layout cannot use the copies.
+ranks are on several nodes, the next node keeps the same two files. A file has all weights and states of its rank, with
+or without replicas on other ranks: a rank reads only its own file, and another layout cannot use the copies.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class MemoryCopy:
 
     step: int
     start: int
-    """Number of the run's start that made the copy: with other settings, a start has other values at the same step."""
+    """Number of the run's start that made the copy: a start with other settings may differ at the same step."""
 
     def __str__(self) -> str:
         return f"the copy of step {self.step} in memory"
@@ -79,7 +79,7 @@ class Register:
 
     @classmethod
     def read(cls, checkpoints: Location) -> Register:
-        """Read a run's register; return a new one if the run has none, or a damaged one."""
+        """Read a run's register; return a new one if it is missing or damaged."""
         with suppress(OSError, ValueError, TypeError, AttributeError):
             values = read_json(checkpoints / MEMORY_KEY)
             resumed = values["resumed"] and MemoryCopy(**values["resumed"])
@@ -94,7 +94,7 @@ class Register:
 
 
 class MemoryCopies:
-    """This rank's copies, and those that it keeps for ranks of the previous node."""
+    """This rank's copies, and the copies of ranks of the previous node."""
 
     def __init__(self, checkpoints: Location, rank: int, device: torch.device, every: int) -> None:
         """Find the copies of earlier starts. A collective. Raises ConfigError if the RAM disk cannot be used."""
@@ -181,11 +181,11 @@ class MemoryCopies:
                 if rank == self._rank:
                     devices.of(self._device).register_host_memory(self._buffers[rank, slot])
         if resumed is not None and self._group is not None:
-            self._send_again(resumed)
+            self._restore_second(resumed)
         return f"copies in memory every {self.every} steps: {gib(total)} in {self._folder}"
 
-    def _send_again(self, copy: MemoryCopy) -> None:
-        """Send this rank's copy to the other node if that has none: it may have replaced a lost one. A collective."""
+    def _restore_second(self, copy: MemoryCopy) -> None:
+        """Send this rank's copy to the other node if it is missing there: the node may be new. A collective."""
         lacking = [source for source in self._sources if (source, copy) not in self._slots]
         missing = {source for sources in gather_objects(lacking) for source in sources}
         partner, sent = self._partners[self._rank], list[tuple[dist.Work, torch.Tensor]]()
@@ -360,7 +360,7 @@ def check_layout(manifest: Manifest, targets: Mapping[str, Rectangles]) -> None:
 
 
 def _in_order(tensors: Mapping[str, Rectangles]) -> list[Part]:
-    """Return all rectangles, those with larger numbers first: each is then aligned in a file."""
+    """Return all rectangles, of larger numbers first: each is then aligned in a file."""
     parts = [(name, offset, part) for name, whole in tensors.items() for offset, part in whole.parts]
     return sorted(parts, key=lambda part: -part[2].dtype.itemsize)
 
