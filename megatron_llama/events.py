@@ -1,6 +1,6 @@
 """The user's command at events of a run (hook.on_event), which gets an event as a JSON object on stdin.
 
-The launcher of rank 0 sends starts and ends, rank 0 the other events: docs/guides/tools/doctor.md
+The launcher of rank 0 sends starts and ends, rank 0 the other events: docs/guides/training/faults.md
 """
 
 from __future__ import annotations

@@ -581,7 +581,7 @@ class CheckpointConfig:
     """Another folder, where a run that stops for failed saves tries to save its last checkpoint."""
     memory_every_steps: Annotated[int | None, at_least(1)] = None
     """Steps between copies of the training state in host memory, from which a restarted run resumes; null: none. Needs
-    2 copies on each host's /dev/shm, 4 with several hosts. See docs/guides/training/resume.md."""
+    2 copies on each host's /dev/shm, 4 with several hosts. See docs/guides/training/faults.md."""
 
 
 @dataclass
@@ -603,7 +603,7 @@ class HookConfig:
 
     on_event: Annotated[str | None, not_blank("must be a command", "./notify.sh")] = None
     """Shell command that runs at the start, the end and other events of the run, and gets the event as JSON on stdin.
-    On the command line only: a recipe must not run programs. See docs/guides/tools/doctor.md."""
+    On the command line only: a recipe must not run programs. See docs/guides/training/faults.md."""
 
 
 @dataclass
