@@ -6,6 +6,7 @@ import gc
 import os
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from megatron_llama import events
 from megatron_llama.data.batches import Data, build_data
@@ -32,8 +33,9 @@ def run_rank(plan: Plan) -> None:
     device, torch_device = open_device(plan)
     topology = plan.topology(int(os.environ["RANK"]))
     phase.enter("meeting the other ranks", phase.PATIENT)
+    command = plan.config.hook.on_event if topology.is_logger else None
     with (
-        events.listening(plan.config.hook.on_event if topology.is_logger else None, plan.run_dir),
+        events.listening(command, Path(str(plan.config.run.dir))),
         process_groups(plan, topology, device, torch_device),
     ):
         device.seed(plan.config.trainer.seed)  # after the process group, which some runtimes must initialize first
