@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import gc
 import io
+import os
 import random
 import re
 import sys
@@ -239,6 +240,9 @@ def end_threads() -> None:
     asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result()
     loop.call_soon_threadsafe(loop.stop)
     asyn.iothread[0].join()
+    # join returns before OpenSSL's clean-up of the thread. A fork would copy its lock, and wait for it without end.
+    while os.path.exists(f"/proc/self/task/{asyn.iothread[0].native_id}"):
+        time.sleep(0.001)
     asyn.loop[0] = asyn.iothread[0] = None
     loop.close()
 
