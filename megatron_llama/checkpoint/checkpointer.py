@@ -31,7 +31,7 @@ from megatron_llama.checkpoint.folder import (
 from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, open_hf_folder
 from megatron_llama.checkpoint.lora_adapter import fingerprint, open_adapter
 from megatron_llama.checkpoint.manifest import Manifest, State, dtype_of, read_manifest
-from megatron_llama.checkpoint.memory_copies import MemoryCopies, MemoryCopy, check_layout
+from megatron_llama.checkpoint.memory_copies import MemoryCopies, MemoryCopy, UnusableCopy
 from megatron_llama.checkpoint.saving import Saver
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, Problem
@@ -129,10 +129,10 @@ class Checkpointer:
         for candidate in candidates:
             try:
                 state = self._load(candidate)
+            except UnusableCopy as error:
+                self._report(f"skipping {candidate}: {error}")
+                continue
             except CorruptFile as error:
-                if isinstance(candidate, MemoryCopy):
-                    self._report(f"skipping {candidate}: {error}")
-                    continue
                 failures.append(str(error))
                 self._report(f"skipping damaged {candidate}: {error}")
                 continue
@@ -176,9 +176,9 @@ class Checkpointer:
         """
         if (often := self.plan.config.trainer.check_copies_every) and step % often == 0:
             self.compare_copies(step)
-        copies = self.memory is not None and step % self.memory.every == 0
-        if self.memory is not None and copies:
-            self.memory.wait()  # before the collective below: then all ranks have a complete copy
+        memory = self.memory if self.memory is not None and step % self.memory.every == 0 else None
+        if memory is not None:
+            memory.wait()  # before the collective below: then all ranks have a complete copy
         # NaN is neither better nor worse than another loss.
         self._val_loss = val_loss if val_loss is not None and math.isfinite(val_loss) else None
         self._tokens = consumed_tokens
@@ -191,8 +191,8 @@ class Checkpointer:
         if stop:
             self.saver.finish()
             self.forget_copies()
-        elif self.memory is not None and copies:
-            self.memory.copy(self._tensors(step, owned=False), self._state(step))
+        elif memory is not None:
+            memory.copy(self._tensors(step, owned=False), self._state(step))
         return stop
 
     def forget_copies(self) -> None:
@@ -304,7 +304,7 @@ class Checkpointer:
             return self._load_foreign(folder)
         if isinstance(folder, MemoryCopy):
             assert self.memory is not None, "it has the copy"
-            manifest = self.memory.load(folder)
+            manifest = self.memory.load(folder, self._tensors(1, owned=False))
         else:
             with sync_errors(CorruptFile):
                 manifest = read_manifest(folder)
@@ -365,8 +365,6 @@ class Checkpointer:
         missing = sorted(name for name in targets if name not in tensors)
         if missing:
             raise CorruptFile(f"{missing[0]} is missing")
-        if manifest.start:
-            check_layout(manifest, targets)
         ((random_name, current),) = contents.random_state(self.topology.rank, device).items()
         same_ranks = state.world_size == self.plan.world_size and random_name in tensors
         if same_ranks:

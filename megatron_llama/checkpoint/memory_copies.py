@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -48,6 +49,12 @@ from megatron_llama.system.tables import gib
 SLOTS = 2
 _FILE = re.compile(r"rank_(\d+)\.(\d)\.(json|safetensors)")
 _MESSAGE_BYTES = 256 << 20
+Sent = list[tuple[dist.Work, torch.Tensor]]
+"""Sends in progress, with the memory that they read."""
+
+
+class UnusableCopy(CorruptFile):
+    """A copy is lost, damaged or of another layout, and nothing was loaded from it."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +87,10 @@ class Register:
     @classmethod
     def read(cls, checkpoints: Location) -> Register:
         """Read a run's register; return a new one if it is missing or damaged."""
-        with suppress(OSError, ValueError, TypeError, AttributeError):
+        with suppress(OSError, ValueError, TypeError, LookupError):
             values = read_json(checkpoints / MEMORY_KEY)
             resumed = values["resumed"] and MemoryCopy(**values["resumed"])
-            return cls(values["folder"], values["start"], resumed)
+            return cls(values["folder"], int(values["start"]), resumed)
         return cls()
 
     def write(self, checkpoints: Location) -> None:
@@ -108,7 +115,7 @@ class MemoryCopies:
         self._group = dist.new_group(backend="gloo") if len(set(self._nodes)) > 1 else None
         self._register = broadcast_from_rank_0(lambda: Register.read(checkpoints))
         self._slots = self._find_copies()
-        """Slots of the copies on this node, by rank and copy."""
+        """Slots of the valid copies on this node, by rank and copy."""
         self._slots_of_ranks = gather_objects(self._slots)
         self._slot = 0
         """Slot of this rank's newest copy."""
@@ -123,10 +130,10 @@ class MemoryCopies:
         copies = {copy for _, copy in files if all((rank, copy) in files for rank in ranks)}
         return sorted(copies, key=lambda copy: copy.step, reverse=True)
 
-    def load(self, copy: MemoryCopy) -> Manifest:
+    def load(self, copy: MemoryCopy, tensors: Mapping[str, Rectangles]) -> Manifest:
         """Return this rank's copy of a step, fetched from another node if it is missing or damaged. A collective.
 
-        Raises CorruptFile on all ranks if a rank has no intact copy.
+        Raises UnusableCopy on all ranks if a rank has no intact copy, or a copy of other rectangles than ``tensors``.
         """
         key = (self._rank, copy)
         manifest = self._read(self._rank, self._slots[key]) if key in self._slots else None
@@ -141,21 +148,17 @@ class MemoryCopies:
                 manifest = self._read(rank, self._slots[key])
         missing = [str(rank) for rank, lacks in enumerate(gather_objects(manifest is None)) if lacks]
         if manifest is None or missing:
-            raise CorruptFile(f"rank {', '.join(missing)} has no intact file")
+            raise UnusableCopy(f"rank {', '.join(missing)} has no intact file")
+        with sync_errors(UnusableCopy):
+            _check_layout(manifest, tensors)
         self._slot = self._slots[key]
         return manifest
 
     def open(self, tensors: Mapping[str, Rectangles], resumed: MemoryCopy | None) -> str:
-        """Reserve the memory; delete all copies but the one from which the run has resumed. A collective.
+        """Reserve memory for copies of ``tensors``; return a line about it for the console. A collective.
 
-        Args:
-            tensors: This rank's tensors, in each copy.
-
-        Returns:
-            A line about the memory for the console.
-
-        Raises:
-            ConfigError: On all ranks, if a node has too little memory.
+        Deletes all copies but the one from which the run has resumed. Raises ConfigError on all ranks if a node has too
+        little memory.
         """
         is_first = self._ranks_here[0] == self._rank
         self._register = replace(self._register, start=self._register.start + 1, resumed=resumed)
@@ -164,8 +167,7 @@ class MemoryCopies:
                 self._register.write(self._checkpoints)
         with _synced_errors(self.every):
             make_private(self._folder)
-            if is_first:
-                self._clean()
+            self._clean(is_first)
         parts = _in_order(tensors)
         sizes = gather_objects(len(part_header(parts)[0]) + sum(part.nbytes for _, _, part in parts))
         files = {(rank, slot): sizes[rank] for rank in (self._rank, *self._sources) for slot in range(SLOTS)}
@@ -188,9 +190,8 @@ class MemoryCopies:
         """Send this rank's copy to the other node if it is missing there: the node may be new. A collective."""
         lacking = [source for source in self._sources if (source, copy) not in self._slots]
         missing = {source for sources in gather_objects(lacking) for source in sources}
-        partner, sent = self._partners[self._rank], list[tuple[dist.Work, torch.Tensor]]()
-        if partner is not None and self._rank in missing:
-            sent = self._send(self._rank, self._slot, partner)
+        partner = self._partners[self._rank]
+        sent = [] if partner is None or self._rank not in missing else self._send(self._rank, self._slot, partner)
         for source in lacking:
             self._receive(source)
         _wait(sent)
@@ -208,8 +209,7 @@ class MemoryCopies:
             start = starts[part_key(name, offset)]
             copies.append((name, offset, buffer[start : start + part.nbytes].view(part.dtype).view(part.shape)))
             copies[-1][2].copy_(part, non_blocking=True)
-        if devices.of(self._device).asynchronous:
-            torch.get_device_module(self._device).synchronize()
+        devices.of(self._device).synchronize()
 
         def finish() -> None:
             file = self._file(self._rank, slot).name
@@ -273,15 +273,19 @@ class MemoryCopies:
             sys.stderr.write(f"checkpoint: the copies in memory are of {max(others)} ranks, not {size}: not used\n")
         return slots
 
-    def _clean(self) -> None:
-        """Delete the files on this node, except valid copies and files that will be written again."""
-        here, slots = self._ranks_here, self._find_copies()
+    def _clean(self, is_first: bool) -> None:
+        """Make this rank's slots invalid, except the copy from which the run has resumed.
+
+        The first rank of the node deletes the files of ranks that write none there.
+        """
+        here, resumed = self._ranks_here, self._register.resumed
+        for rank, slot in product((self._rank, *self._sources), range(SLOTS)):
+            if resumed is None or self._slots.get((rank, resumed)) != slot:
+                self._file(rank, slot, ".json").unlink(missing_ok=True)
         ranks = {rank for rank, partner in enumerate(self._partners) if rank in here or partner in here}
-        for path in self._folder.iterdir():
+        for path in self._folder.iterdir() if is_first else ():
             match = _FILE.fullmatch(path.name)
-            rank, slot = (int(match[1]), int(match[2])) if match else (-1, -1)
-            is_valid = any(key[0] == rank and other == slot for key, other in slots.items())
-            if rank not in ranks or (path.suffix == ".json" and not is_valid):
+            if match is None or int(match[1]) not in ranks:
                 path.unlink()
 
     def _reserve(self, rank: int, slot: int, size: int) -> None:
@@ -313,7 +317,7 @@ class MemoryCopies:
             return None
         return manifest
 
-    def _send(self, rank: int, slot: int, target: int, text: str | None = None) -> list[tuple[dist.Work, torch.Tensor]]:
+    def _send(self, rank: int, slot: int, target: int, text: str | None = None) -> Sent:
         """Begin to send a copy with its description, by default from its file; return the operations for ``_wait``."""
         if (rank, slot) not in self._buffers:
             self._reserve(rank, slot, _size(self._file(rank, slot)))
@@ -350,13 +354,13 @@ class MemoryCopies:
         self._thread.start()
 
 
-def check_layout(manifest: Manifest, targets: Mapping[str, Rectangles]) -> None:
-    """Raise CorruptFile unless a copy has the same rectangles as ``targets``."""
-    for name, target in targets.items():
+def _check_layout(manifest: Manifest, tensors: Mapping[str, Rectangles]) -> None:
+    """Raise UnusableCopy unless a copy has the rectangles of ``tensors``."""
+    for name, target in tensors.items():
         tensor = manifest.stored.tensors.get(name)
         chunks = [] if tensor is None else [(chunk.offset, chunk.size) for chunk in tensor.chunks]
         if sorted(chunks) != sorted((tuple(offset), tuple(part.shape)) for offset, part in target.parts):
-            raise CorruptFile("its layout differs")
+            raise UnusableCopy("its layout differs")
 
 
 def _in_order(tensors: Mapping[str, Rectangles]) -> list[Part]:
@@ -408,7 +412,7 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _wait(works: Sequence[tuple[dist.Work, torch.Tensor]]) -> None:
+def _wait(works: Sent) -> None:
     for work, _ in works:
         work.wait()
 

@@ -238,8 +238,7 @@ class Saver:
         for name, tensor in tensors.items():
             for (_, source), (_, copy) in zip(tensor.parts, self._staging[name].parts, strict=True):
                 copy.copy_(source, non_blocking=True)
-        if devices.of(self.device).asynchronous:
-            torch.get_device_module(self.device).synchronize()
+        devices.of(self.device).synchronize()
 
     def _run(self, work: Callable[[], None]) -> None:
         def guarded() -> None:

@@ -60,13 +60,10 @@ def one_of(*choices: Any, example: str = "", note: str = "", suffix: str = "") -
     )
 
 
-def some_of(choices: tuple[str, ...], *, least: int = 0) -> Limit:
-    """Require a list of at least ``least`` of the choices, each once."""
-
-    def holds(names: list[str]) -> bool:
-        return len(names) >= least and set(names) <= set(choices) and len(set(names)) == len(names)
-
-    return Limit(holds, f"must be some of {', '.join(choices)}, each once", f"[{choices[0]}]")
+def some_of(choices: tuple[str, ...]) -> Limit:
+    """Require a list of some of the choices, each once."""
+    rule = f"must be some of {', '.join(choices)}, each once"
+    return Limit(lambda names: len(names) == len(set(names) & {*choices}), rule, f"[{choices[0]}]")
 
 
 def module_endings(choices: tuple[str, ...], *, least: int = 0) -> Limit:

@@ -111,6 +111,8 @@ class FaultWatch:
         self.read, self._read_at = read, -math.inf
         self._local = FaultCounts()
         self._known = [FaultCounts()] * world
+        self.metrics: dict[str, float] = {}
+        """Sums over all ranks, from the first fault on."""
 
     def local(self) -> FaultCounts:
         """Return the counts of this rank's device at the last read."""
@@ -122,13 +124,10 @@ class FaultWatch:
     def update(self, counts: Sequence[FaultCounts]) -> list[int]:
         """Return the ranks whose counts have changed since the last call. ``counts``: of all ranks."""
         changed = [rank for rank, each in enumerate(counts) if each != self._known[rank]]
-        self._known = list(counts)
+        if changed:
+            self._known = list(counts)
+            self.metrics = {name: sum(getattr(each, name) for each in counts) for name in FAULT_METRICS}
         return changed
-
-    def metrics(self) -> dict[str, float]:
-        """Return the sums over all ranks, from the first fault on."""
-        sums = {name: sum(getattr(counts, name) for counts in self._known) for name in FAULT_METRICS}
-        return sums if any(sums.values()) else {}
 
     def describe(self, rank: int) -> str:
         """Describe the faults of a rank's device."""
@@ -204,7 +203,7 @@ class StragglerWatch:
                 if logger is not None:
                     lines = [*self._lines(step, verdict, busy, hosts), *self._fault_lines(step, faulty, hosts)]
                     logger.print_lines(lines)
-        metrics |= self._faults.metrics()
+        metrics |= self._faults.metrics
 
     def _fault_lines(self, step: int, ranks: Sequence[int], hosts: Sequence[str]) -> Iterator[str]:
         for rank in ranks:
