@@ -145,7 +145,7 @@ def with_restarts(plan: Plan, start: Callable[[], int]) -> int:
         status = start()
         if status != EXIT_FAILED:
             return status
-        report(f"\nRestart {restart} of {allowed} from the newest checkpoint.\n")
+        report(f"\nRestart {restart} of {allowed}.\n")
         if plan.config.checkpoint.resume == "never":  # "never" applies to the first start only
             plan.config.checkpoint.resume = "auto"
     note_restarts(allowed, allowed)

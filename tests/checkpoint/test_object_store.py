@@ -148,6 +148,25 @@ def test_the_one_before_a_damaged_one_is_used(
     check_only_published(store, [2, 1])  # the damaged one is replaced
 
 
+@pytest.mark.slow
+def test_damage_of_all_checkpoints_and_of_values_that_another_layout_reads(store: Store, tmp_path: Path) -> None:
+    remote, url = f"checkpoint.dir={store.url('run')}", RemotePath(store.url("run"))
+    run(2, tmp_path / "run", *LAYOUT, EVERY_STEP, remote, until=2)
+    name = next(
+        each for each in store.names() if each.startswith("run/step_00000002/rank_00001.") and "json" not in each
+    )
+    _change(store, name, lambda content: content[:-6000] + bytes([content[-6000] ^ 0x10]) + content[-5999:])
+    for ranks, layout in ((1, []), (2, ["trainer.pp=2"])):
+        assert run(ranks, tmp_path / "run", *layout, remote, NO_SAVE).started_at == 1
+    for each in store.names():
+        if each.endswith(".safetensors"):
+            _change(store, each, lambda content: content[:-5])
+    with raises_with_message(RankFailed, "ConfigError.*all checkpoints are damaged.*checkpoint.resume=never"):
+        run(2, tmp_path / "run", *LAYOUT, remote)
+    assert saved_steps(url) == [2, 1]
+    assert run(2, tmp_path / "run", *LAYOUT, remote, "checkpoint.resume=never", NO_SAVE).started_at == 0
+
+
 def test_a_second_run_stops_the_first(store: Store, tmp_path: Path) -> None:
     remote = f"checkpoint.dir={store.url('run')}"
 

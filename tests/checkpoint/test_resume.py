@@ -47,14 +47,27 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture(params=["disk", pytest.param("store", marks=pytest.mark.slow)])
+def url(request: pytest.FixtureRequest) -> str:
+    """URL of an object store for checkpoint.dir; empty for the run folder."""
+    return "" if request.param == "disk" else request.getfixturevalue("store").url("run")
+
+
+def checkpoint_dir(url: str) -> list[str]:
+    return [f"checkpoint.dir={url}"] if url else []
+
+
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     rows(LAYOUTS.items(), {"dp2zero3", "1-bit Adam, signs", "fp32_OptStates", "random-LTD, documents"}),
 )
-def test_losses_after_a_resume_are_the_uninterrupted_runs(ranks: int, layout: list[str], tmp_path: Path) -> None:
+def test_losses_after_a_resume_are_the_uninterrupted_runs(
+    ranks: int, layout: list[str], url: str, tmp_path: Path
+) -> None:
+    remote = checkpoint_dir(url)
     whole = run(ranks, tmp_path / "whole", *ADAM, *layout, until=5, tamper=_seed)
-    first = run(ranks, tmp_path / "halves", *ADAM, *layout, until=3, tamper=_seed)
-    second = run(ranks, tmp_path / "halves", *ADAM, *layout, until=5)
+    first = run(ranks, tmp_path / "halves", *ADAM, *layout, *remote, until=3, tamper=_seed)
+    second = run(ranks, tmp_path / ("other" if remote else "halves"), *ADAM, *layout, *remote, until=5)
     assert second.started_at == 3 and list(second.losses) == [4, 5]
     assert first.losses | second.losses == whole.losses  # floats, all bits
     assert_same(second.tensors, whole.tensors)
@@ -197,8 +210,8 @@ PAIRS = {
 }
 
 
-Saved = Callable[[str, str], tuple[Path, Run]]
-"""The folder and the result of a run, by the names of its model and layout."""
+Saved = Callable[..., tuple[str, Run]]
+"""Checkpoint folder and result of a run by the names of model and layout, and the URL of a store."""
 
 
 @pytest.fixture(scope="module")
@@ -206,19 +219,20 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Two steps of training in a layout, saved; made once each."""
 
     @cache
-    def make(model: str, layout: str) -> tuple[Path, Run]:
+    def make(model: str, layout: str, url: str = "") -> tuple[str, Run]:
         folder = tmp_path_factory.mktemp("run")
         ranks, overrides = STORED_LAYOUTS[layout]
-        return folder, run(ranks, folder, *overrides, *MODELS[model], until=2)
+        result = run(ranks, folder, *overrides, *MODELS[model], *checkpoint_dir(url), until=2)
+        return url or f"{folder}/checkpoints", result
 
     return make
 
 
 @pytest.mark.parametrize(("model", "layout", "other"), rows(PAIRS.items(), list(PAIRS)[1::3]))
-def test_any_layout_loads_into_any(saved: Saved, tmp_path: Path, model: str, layout: str, other: str) -> None:
-    folder, before = saved(model, layout)
+def test_any_layout_loads_into_any(saved: Saved, tmp_path: Path, url: str, model: str, layout: str, other: str) -> None:
+    folder, before = saved(model, layout, url)
     ranks, overrides = STORED_LAYOUTS[other]
-    checkpoint = f"checkpoint.resume={folder}/checkpoints/step_00000002"
+    checkpoint = f"checkpoint.resume={folder}/step_00000002"
     after = run(ranks, tmp_path, *overrides, *MODELS[model], checkpoint, "checkpoint.save_last=false")
     assert after.started_at == 2 and after.updates == 2
     assert after.lr == before.lr
@@ -227,14 +241,14 @@ def test_any_layout_loads_into_any(saved: Saved, tmp_path: Path, model: str, lay
 
 def test_files_have_hugging_face_names_and_each_value_once(saved: Saved) -> None:
     folder, before = saved("odd vocabulary", "tp4, kv heads < tp")
-    stored = read_manifest(folder / "checkpoints" / "step_00000002").stored
+    stored = read_manifest(Path(folder) / "step_00000002").stored
     assert stored.tensors["lm_head.weight"].shape == (61, 32)  # without the rows that pad it
     for name, tensor in before.tensors.items():
         kind, _, bare = name.rpartition("/")
         assert torch.equal(stored.rows(f"optimizer.{kind}.{bare}" if kind else name), tensor)
     for layout in ("dp2, zero 0", "tp4, kv heads < tp", "dp4, hybrid"):
         folder, before = saved("odd vocabulary", layout)
-        manifest = read_manifest(folder / "checkpoints" / "step_00000002")
+        manifest = read_manifest(Path(folder) / "step_00000002")
         values = sum(tensor.numel() for tensor in before.tensors.values())
         random = sum(t.shape[0] for name, t in manifest.stored.tensors.items() if name.startswith("random."))
         heads = sum(int.from_bytes((manifest.stored.folder / f).read_bytes()[:8], "little") + 8 for f in manifest.files)

@@ -125,7 +125,10 @@ printf '%s\\n' "$@" >"$FOLDER/arguments"
 [ -n "$MEGATRON_LLAMA_SECRET$NCCL_DEBUG" ] || exit 1
 [ -z "$SAID" ] || printf '%s\\n%s\\n' "$SAID" "$FOLDER/run" >"$MEGATRON_LLAMA_STATUS"
 [ -z "$SECOND" ] || printf '%s\\n' "$SECOND" >"${MEGATRON_LLAMA_STATUS%/*}/task_1.txt"
-[ -z "$CHECKPOINT" ] || mkdir -p "$FOLDER/run/checkpoints/$CHECKPOINT"
+mkdir -p "$FOLDER/run"
+[ -z "$STEP" ] || for event in loaded end; do
+    echo "{\\"event\\": \\"$event\\", \\"time\\": 1.5, \\"step\\": $STEP, \\"status\\": 75, \\"reason\\": \\"step 9\\"}"
+done >>"$FOLDER/run/starts.jsonl"
 [ -z "$WAIT" ] || { trap 'touch "$FOLDER/told"; kill $!; exit $ENDS' USR1; sleep 30 & touch "$FOLDER/waiting"; wait; }
 exit $ENDS
 """
@@ -161,7 +164,7 @@ class Job:
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b", "SLURM_JOB_NUM_NODES": "2"}
         outcome = {"FOLDER": str(self.folder), "ENDS": str(ends), "SAID": run_status}
-        outcome |= {"WAIT": "", "CHECKPOINT": "", "EARLY": "", "SECOND": ""}
+        outcome |= {"WAIT": "", "STEP": "", "EARLY": "", "SECOND": ""}
         variables = environment() | slurm | outcome | {"PATH": path} | more
         piped, joined = subprocess.PIPE, subprocess.STDOUT
         return subprocess.Popen(
@@ -229,8 +232,7 @@ def test_end_of_a_step(tmp_path: Path) -> None:
 
 def test_stops_that_saved_a_new_checkpoint_do_not_count(job: Job) -> None:
     for restart in range(4):
-        count, checkpoint = str(restart), f"step_{restart + 1:08d}"
-        end = job.run(75, "75", SLURM_RESTART_COUNT=count, MAX_RESTARTS="1", CHECKPOINT=checkpoint)
+        end = job.run(75, "75", SLURM_RESTART_COUNT=str(restart), MAX_RESTARTS="1", STEP=str(restart + 1))
         assert end.requeued and "0 counted" in end.printed, "each run made progress"
     assert job.run(75, "75", SLURM_RESTART_COUNT="4", MAX_RESTARTS="1").requeued, "the stop before saved"
     over = job.run(75, "75", SLURM_RESTART_COUNT="5", MAX_RESTARTS="1")
@@ -238,12 +240,12 @@ def test_stops_that_saved_a_new_checkpoint_do_not_count(job: Job) -> None:
 
 
 def test_a_failure_that_comes_back_each_time_ends_the_job(job: Job) -> None:
-    assert job.run(1, "1", CHECKPOINT="step_00000010").requeued
-    for restart, checkpoint in enumerate(["step_00000010", "step_00000020", "step_00000020"], 1):
-        assert job.run(1, "1", CHECKPOINT=checkpoint, SLURM_RESTART_COUNT=str(restart)).requeued, "there was progress"
+    assert job.run(1, "1", STEP="10").requeued
+    for restart, step in enumerate(["10", "20", "20"], 1):
+        assert job.run(1, "1", STEP=step, SLURM_RESTART_COUNT=str(restart)).requeued, "there was progress"
     end = job.run(1, "1", SLURM_RESTART_COUNT="4")
     assert (end.status, end.requeued) == (1, False)
-    assert "3 times without a new checkpoint" in end.printed
+    assert "3 times from the same step" in end.printed
     assert job.run(1, "1").requeued, "another job with this id starts from zero"
 
 

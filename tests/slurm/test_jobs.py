@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -81,7 +84,7 @@ step = loop.training_step
 
 def paced(*arguments):
     if not os.path.exists({go!r}):
-        time.sleep(2.0)
+        time.sleep({seconds})
     return step(*arguments)
 
 loop.training_step = paced
@@ -100,7 +103,7 @@ def seconds_run(job: Job) -> int:
 @pytest.mark.timeout(1800)
 def test_a_job_survives_time_limit_preemption_and_a_lost_node(lab: Lab, tmp_path: Path) -> None:
     folder, go = tmp_path / "run", tmp_path / "go"
-    (tmp_path / "paced.py").write_text(PACED_TRAIN.format(go=str(go)))
+    (tmp_path / "paced.py").write_text(PACED_TRAIN.format(go=str(go), seconds=2.0))
     (tmp_path / "checkout").mkdir()
     lab.link(tmp_path / "checkout", tmp_path / "paced.py")
     options = ["--nodes=4", "--time=60", "--signal=B:USR1@100", f"--chdir={tmp_path}/checkout"]
@@ -135,6 +138,41 @@ def test_a_job_survives_time_limit_preemption_and_a_lost_node(lab: Lab, tmp_path
     assert job.wait_for_end(400) == "COMPLETED", job.log
     assert steps(folder) == list(range(1, 121)), "each step once"
     assert losses(folder) == plain(tmp_path / "plain", *LONG), "to the bit"
+
+
+KILLS = int(os.environ.get("SLURM_LAB_KILLS", "3"))
+"""Nodes that the test below kills: more for a campaign."""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600 + 100 * KILLS)
+def test_copies_in_memory_survive_a_lost_node(lab: Lab, tmp_path: Path) -> None:
+    folder, go, every, chance = tmp_path / "run", tmp_path / "go", 3, random.Random(KILLS)
+    (tmp_path / "paced.py").write_text(PACED_TRAIN.format(go=str(go), seconds=0.3))
+    (tmp_path / "checkout").mkdir()
+    lab.link(tmp_path / "checkout", tmp_path / "paced.py")
+    lab.set_up_memory()
+    settings = [*LONG, f"trainer.steps={40 + 12 * KILLS}"]
+    arguments = [*settings, f"checkpoint.memory_every_steps={every}", f"run.dir={folder}"]
+    arguments += [f"hook.on_event=cat >>{tmp_path}/events"]
+    # Slurm may requeue the job once more while a lost node returns.
+    job = lab.submit(["--nodes=2", f"--chdir={tmp_path}/checkout"], arguments, MAX_RESTARTS=str(3 * KILLS))
+    reached(job, folder, 1)
+    for number in range(1, KILLS + 1):
+        reached(job, folder, steps(folder)[-1] + 2 * every)
+        time.sleep(chance.uniform(0, 1))  # also while a copy is written
+        lab.kill_node(chance.choice(job.nodes))
+        job.wait_for_requeue(number, 200, lab.set_up_memory)  # the node comes back, its memory is empty
+        before = steps(folder)[-1]
+        reached(job, folder, before + 1, 300)
+        resumed = re.findall(r"resuming from the copy of step (\d+) in memory", job.log)
+        assert len(resumed) == number and before - int(resumed[-1]) <= every, job.log
+    go.touch()
+    assert job.wait_for_end(400) == "COMPLETED", job.log
+    assert steps(folder) == list(range(1, 41 + 12 * KILLS)), "each step once"
+    assert losses(folder) == plain(tmp_path / "plain", *settings), "to the bit"
+    events = [json.loads(line)["event"] for line in (tmp_path / "events").read_text().splitlines()]
+    assert events[0] == "start" and events.count("restart") >= KILLS and events[-1] == "end"
 
 
 def test_the_restart_limit_is_a_failure(lab: Lab, tmp_path: Path) -> None:
@@ -204,9 +242,12 @@ def test_launch_hosts_starts_ranks_on_other_nodes(lab: Lab, expected: list[float
     enter.chmod(0o755)
     command = ["taskset", "-c", "0", sys.executable, str(ROOT / "train.py"), *TINY, "trainer.steps=3"]
     command += ["launch.hosts=[n2,n3]", f"launch.ssh={enter}", f"run.dir={tmp_path}/run"]
+    command += [f"hook.on_event=cat >>{tmp_path}/events"]
     done = run_command(*command, timeout=150, LAB=str(lab.home), PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "run") == expected
     shown = re.sub(r" {2,}", "  ", done.stdout)
     assert "0  n2  0-1  10.77.0.2  eth0" in shown and "1  n3  2-3  10.77.0.3  eth0" in shown
+    events = [json.loads(line)["event"] for line in (tmp_path / "events").read_text().splitlines()]
+    assert events == ["start", "end"]
     assert read_metrics(tmp_path / "run/metrics.jsonl") and os.path.exists(tmp_path / "run/config.yaml")
