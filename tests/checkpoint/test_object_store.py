@@ -71,7 +71,8 @@ def test_each_layout_resumes_with_the_same_bits(
     assert len(read_manifest(url / "step_00000002").files) > 8, "tensors are divided"
     assert_same(tensors_of(url / "step_00000002"), on_disk)
     whole = run(2, tmp_path / "whole", *LAYOUT, NO_SAVE, until=3)
-    for name, (ranks, layout) in {"tp2": (2, LAYOUT), "pp2": (2, ["trainer.pp=2"]), "one": (1, [])}.items():
+    layouts = {"tp2": (2, LAYOUT), "pp2": (2, ["trainer.pp=2"]), "one": (1, [])}
+    for name, (ranks, layout) in list(layouts.items())[: len(layouts) if kinds else 1]:
         for number, kind in enumerate(kinds):
             store.fault(kind, match, method, count=3, skip=2 * number)
         resumed = run(ranks, tmp_path / name, *layout, remote, NO_SAVE, until=3)  # no local file
