@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.results import ROOT, command_line, conditions, publish
-from megatron_llama.launch.starts import read_starts
+from megatron_llama.launch.start_log import read_starts
 from megatron_llama.system.phase import read_phase
 from megatron_llama.system.tables import markdown_table
 

@@ -138,7 +138,7 @@ def measure(blend: str, cache: str, order: str, samples: int, first: int, limit_
     from megatron_llama.config import Config
     from megatron_llama.data.checks import check_data
     from megatron_llama.data.megatron_order import build_megatron
-    from megatron_llama.data.sample_stream import build_streams
+    from megatron_llama.data.pretraining_samples import build_streams
     from megatron_llama.plan import resolve
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -18,10 +18,10 @@ from megatron_llama.system.command import note_command
 from megatron_llama.system.errors import LaunchFailed, Stopped, machine_fault
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.installed import require_packages
-from megatron_llama.system.limits import check_run, raise_file_limit
 from megatron_llama.system.output import set_spill_folder, stdout_loss
 from megatron_llama.system.programs import CONF_DIR, conf_folders, name_commands, option_name
 from megatron_llama.system.signals import ignore_signals
+from megatron_llama.system.ulimits import check_run, raise_file_limit
 from megatron_llama.system.wrapping import fill, wrap
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ def _run(
     if config.dry_run:
         return _print_plan(plan) if is_first else _flush_output(), None
 
-    from megatron_llama.launch.join import join
+    from megatron_llama.launch.other_launchers import join
     from megatron_llama.launch.rank import TRAIN
     from megatron_llama.launch.run_dir import choose_run_dir
     from megatron_llama.launch.ssh import run_on_hosts

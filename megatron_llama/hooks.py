@@ -6,7 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-ADVICE = ("megatron_llama.tools.forecast.advice", "fitting_changes")
+ADVICE = ("megatron_llama.tools.forecast.memory_advice", "fitting_changes")
 """Function that finds settings with which a run fits in memory."""
 PROFILER = ("megatron_llama.tools.profile.profiler", "StepProfiler")
 """Class that measures the steps of trainer.profile."""

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
-
-from megatron_llama.arch.pattern import CAUSAL, Lengths, Pattern
 
 Divided = Literal["matrices", "samples", "layers", "tokens", "activations"]
 """Work that an axis divides. ``tokens`` are the positions of a sequence. ``activations`` are the positions outside the
@@ -201,71 +198,7 @@ class Topology:
         """Return the virtual stages of this rank."""
         return virtual_stages_of(self.place["pp"], self.sizes["pp"], self.vpp)
 
-    def positions(self, length: int, documents: Lengths | None = None, pattern: Pattern = CAUSAL) -> tuple[range, ...]:
-        """Return the positions of this rank's tokens in sequences of ``length`` tokens, in the order of the rank.
-
-        Args: see ``divide``.
-        """
-        return divide(self.sizes["cp"], length, documents, pattern)[self.place["cp"]]
-
 
 def virtual_stages_of(pp_rank: int, pp: int, vpp: int) -> range:
     """Return the virtual stages of a pipeline stage: p, pp + p, 2 pp + p, ..."""
     return range(pp_rank, pp * vpp, pp)
-
-
-def zigzag(cp_rank: int, cp: int, length: int) -> tuple[range, ...]:
-    """Return the positions of a context-parallel rank's tokens: chunks r and 2 cp - 1 - r of 2 cp equal chunks.
-
-    A token of chunk i attends to chunks 0 to i, so two such chunks are the same causal work on each rank.
-    """
-    if cp == 1:
-        return (range(length),)
-    size = length // (2 * cp)
-    return tuple(range(chunk * size, (chunk + 1) * size) for chunk in (cp_rank, 2 * cp - 1 - cp_rank))
-
-
-def zigzags(cp: int, length: int) -> tuple[tuple[range, ...], ...]:
-    """Return ``zigzag`` of all ranks."""
-    return tuple(zigzag(rank, cp, length) for rank in range(cp))
-
-
-@lru_cache(64)
-def divide(
-    cp: int, length: int, documents: Lengths | None = None, pattern: Pattern = CAUSAL
-) -> tuple[tuple[range, ...], ...]:
-    """Return the positions of each context-parallel rank's tokens in sequences of ``length`` tokens.
-
-    All ranks have the same number of tokens. Without documents, or with one in each sequence, the order is zig-zag.
-    Otherwise attention work decides: chunks, the most expensive first, go to the rank with the least work that has
-    fewer than its number of chunks (Graham 1969, longest processing time first).
-
-    Args:
-        documents: for each sequence of the micro batch, the lengths of its documents. Work is summed over sequences.
-        pattern: visible keys inside a document.
-    """
-    # More chunks balance better; the length is a multiple of two for each rank (``Grid.sequence_unit``).
-    if cp == 1 or documents is None or all(len(row) == 1 for row in documents):
-        return zigzags(cp, length)
-    each = max(count for count in (2, 4, 8) if length % (cp * count) == 0)
-    work = chunk_work(length, cp * each, documents, pattern)
-    loads, chunks = [0] * cp, [list[int]() for _ in range(cp)]
-    for chunk in sorted(range(len(work)), key=lambda number: (-work[number], number)):
-        rank = min((r for r in range(cp) if len(chunks[r]) < each), key=lambda r: (loads[r], r))
-        loads[rank] += work[chunk]
-        chunks[rank].append(chunk)
-    size = length // (cp * each)
-    return tuple(tuple(range(chunk * size, (chunk + 1) * size) for chunk in sorted(one)) for one in chunks)
-
-
-def chunk_work(length: int, count: int, documents: Lengths, pattern: Pattern) -> list[int]:
-    """Return the visible keys of the queries in each of ``count`` equal chunks, summed over sequences."""
-    size, work = length // count, [0] * count
-    for row in documents:
-        start = 0
-        for tokens in row:
-            for chunk in range(start // size, (start + tokens - 1) // size + 1):
-                first, end = max(chunk * size - start, 0), min((chunk + 1) * size - start, tokens)
-                work[chunk] += pattern.keys(end) - pattern.keys(first)
-            start += tokens
-    return work

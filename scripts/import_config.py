@@ -9,6 +9,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 if __name__ == "__main__":
     from megatron_llama.system.errors import run_main
-    from megatron_llama.tools.import_nemo.cli import main
+    from megatron_llama.tools.import_config.cli import main
 
     run_main(lambda: main(sys.argv[1:]))

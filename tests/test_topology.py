@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_llama.arch.pattern import Lengths, Pattern
+from megatron_llama.arch.attention_pattern import Lengths, Pattern
 from megatron_llama.config.settings import TrainerConfig
+from megatron_llama.parallel.context_division import chunk_work, divide, local_chunks, zigzag
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.topology import AXES, AXIS_NAMES, DP, PP, TP, Axis, Grid, Topology, chunk_work, divide, zigzag
+from megatron_llama.topology import AXES, AXIS_NAMES, DP, PP, TP, Axis, Grid, Topology
 from tests.config.helpers import make
 
 WITHOUT_CP = (TP, DP, PP)
@@ -145,7 +146,7 @@ def test_zigzag_order_gives_each_rank_equal_causal_work(cp: int) -> None:
     assert all(part == sorted(part) and len(part) == length // cp for part in parts)
     assert len({sum(part) for part in parts}) == 1, "keys of a causal query are proportional to its position"
     grid = Grid({"tp": 2, "cp": cp, "dp": 1, "pp": 1})
-    chunks = Topology(grid, grid.rank(cp=cp - 1)).positions(length)
+    chunks = local_chunks(Topology(grid, grid.rank(cp=cp - 1)), length)
     assert [position for chunk in chunks for position in chunk] == parts[-1]
 
 

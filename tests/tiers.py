@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 
 ROWS: dict[str, tuple[str, ...]] = {
-    "arch/test_names.py::test_rectangles_cover_every_tensor_once_and_copies_are_counted": (
+    "arch/test_hf_tp_mapping.py::test_rectangles_cover_every_tensor_once_and_copies_are_counted": (
         "1-True",
         "2-False",
         "3-True",

@@ -3,7 +3,7 @@
 - task.py: the work of a program, and the facts that a program reports
 - worker.py: the loop in a program's process; imports only torch, for the peers' environments
 - environments.py: installation of the peers
-- runner.py: starts the programs, excludes programs with different work, and runs them alternately
-- comparison.py: statistics and tables of the page
+- runner.py: starts the programs, and runs them alternately
+- comparison.py: excludes programs with different work; statistics and tables of the page
 - arguments.py: command line
 """

@@ -1,19 +1,83 @@
-"""Statistics and tables of a training comparison: speed, share of the matmul peak, memory and ratios.
+"""Comparison of training programs: the check that they do equal work; statistics and tables of their measurements.
 
 Values are medians over rounds. Ratios are computed per round, so that changes of the machine affect both programs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from benchmarks.harness.runner import ProgramResult, StartupTime, TurnMeasurement, is_this_project
-from benchmarks.harness.task import Facts, TrainingTask
+from benchmarks.harness.environments import OURS
+from benchmarks.harness.task import Facts, TrainingTask, checksum
 
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+LOSS_TOLERANCE = 0.1
+"""Relative tolerance of the first loss around log(vocabulary size); beyond it, the loss is normalized otherwise."""
 MIB = 2**20
+
+
+def find_mismatches(task: TrainingTask, facts: Facts, first_loss: float, torch_version: str) -> list[str]:
+    """Return a message for each difference between a program's work and its task."""
+    tokens = task.text(1)[:, :-1]
+    checks: dict[str, tuple[object, object]] = {
+        "parameters": (facts.parameters, task.parameters),
+        "weight dtype": (facts.weight_dtype, "float32"),
+        "matmul dtype": (facts.compute_dtype, DTYPES[task.precision]),
+        "tokens per step": (facts.tokens_per_step, tokens.numel()),
+        "checksum of the first tokens": (facts.tokens_checksum, checksum(tokens)),
+        "gradient clipping": (facts.clip, task.optimizer["clip"]),
+        "torch": (facts.versions.get("torch"), torch_version),
+    }
+    mismatches = [
+        f"{name}: {actual}, not {expected}" for name, (actual, expected) in checks.items() if actual != expected
+    ]
+    expected = math.log(task.model["vocab_size"])
+    if not abs(first_loss - expected) < LOSS_TOLERANCE * expected:
+        mismatches.append(f"first loss: {first_loss:.4f}, not within {LOSS_TOLERANCE:.0%} of {expected:.4f}")
+    return mismatches
+
+
+@dataclass
+class TurnMeasurement:
+    """Measurements of one program's turn, in which no other program runs."""
+
+    step_seconds: list[float]
+    """Wall time of each step."""
+    processor_seconds: float
+    """User and system time per step, summed over ranks."""
+    peak_bytes: int
+    """Peak resident memory (on accelerators: peak allocated memory), summed over ranks."""
+    peak_flops: float
+    """Matmul FLOP/s on the idle machine, mean of before and after the turn."""
+    loss: float
+    """Loss of the last step."""
+
+
+@dataclass
+class StartupTime:
+    """Time from a program's start to the end of its first step, in seconds."""
+
+    seconds: float
+    graphs: int
+    """Compiled graphs, without cache hits."""
+
+
+@dataclass
+class ProgramResult:
+    """Measurements of one program."""
+
+    name: str
+    task: TrainingTask
+    facts: Facts
+    first_loss: float
+    starts: list[StartupTime] = field(default_factory=list)
+    turns: list[TurnMeasurement] = field(default_factory=list)
+    live_bytes: int = 0
+    """Peak bytes of live tensors in a step, summed over ranks."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +143,11 @@ class ComparisonCell:
         """Return the fastest one-process result, of this project or of the peers."""
         candidates = [r for r in self.results if is_this_project(r.name) == ours and r.task.layout.ranks == 1]
         return max(candidates, key=lambda result: median(self.speeds(result)), default=None)
+
+
+def is_this_project(name: str) -> bool:
+    """Return whether a program's name is this project's, in any mode and layout."""
+    return name.split()[0] == OURS
 
 
 HEAD = (

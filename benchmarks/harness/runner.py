@@ -1,4 +1,4 @@
-"""Start the programs of a benchmark, verify that they do equal work, and run them alternately on one machine.
+"""Start the programs of a benchmark, and run them alternately on one machine.
 
 Matmul FLOP/s are measured before and after each turn. Programs that do different work are excluded and reported.
 """
@@ -6,7 +6,6 @@ Matmul FLOP/s are measured before and after each turn. Programs that do differen
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
@@ -23,17 +22,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.environments import BENCH_DIR, OURS, ROOT, Peer
-from benchmarks.harness.task import Facts, TrainingTask, checksum
+from benchmarks.harness.comparison import ProgramResult, StartupTime, TurnMeasurement, find_mismatches
+from benchmarks.harness.environments import BENCH_DIR, ROOT, Peer
+from benchmarks.harness.task import Facts, TrainingTask
 from megatron_llama.devices.private_folder import make_private
 from megatron_llama.system.errors import MachineError
 from megatron_llama.system.signals import exit_with_parent
 from megatron_llama.topology import AXIS_NAMES
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-LOSS_TOLERANCE = 0.1
-"""Relative tolerance of the first loss around log(vocabulary size). Tokens are random, so a larger difference means
-another normalization or shift of the loss."""
 FIRST_STEP_SECONDS = 900.0
 """Timeout of the first step, compiling included. Slower programs are excluded."""
 WARM_UP_STEPS = 2
@@ -43,68 +39,8 @@ UNTIMED_STEPS = 1
 """Untimed steps at the start of each turn. The first step after a sleep takes up to twice as long."""
 
 
-def find_mismatches(task: TrainingTask, facts: Facts, first_loss: float, torch_version: str) -> list[str]:
-    """Return a message for each difference between a program's work and its task."""
-    tokens = task.text(1)[:, :-1]
-    checks: dict[str, tuple[object, object]] = {
-        "parameters": (facts.parameters, task.parameters),
-        "weight dtype": (facts.weight_dtype, "float32"),
-        "matmul dtype": (facts.compute_dtype, DTYPES[task.precision]),
-        "tokens per step": (facts.tokens_per_step, tokens.numel()),
-        "checksum of the first tokens": (facts.tokens_checksum, checksum(tokens)),
-        "gradient clipping": (facts.clip, task.optimizer["clip"]),
-        "torch": (facts.versions.get("torch"), torch_version),
-    }
-    mismatches = [
-        f"{name}: {actual}, not {expected}" for name, (actual, expected) in checks.items() if actual != expected
-    ]
-    expected = math.log(task.model["vocab_size"])
-    if not abs(first_loss - expected) < LOSS_TOLERANCE * expected:
-        mismatches.append(f"first loss: {first_loss:.4f}, not within {LOSS_TOLERANCE:.0%} of {expected:.4f}")
-    return mismatches
-
-
 class ProgramFailed(MachineError):
     """A program ended or timed out; the message has the end of its output."""
-
-
-@dataclass
-class TurnMeasurement:
-    """Measurements of one program's turn, in which no other program runs."""
-
-    step_seconds: list[float]
-    """Wall time of each step."""
-    processor_seconds: float
-    """User and system time per step, summed over ranks."""
-    peak_bytes: int
-    """Peak resident memory (on accelerators: peak allocated memory), summed over ranks."""
-    peak_flops: float
-    """Matmul FLOP/s on the idle machine, mean of before and after the turn."""
-    loss: float
-    """Loss of the last step."""
-
-
-@dataclass
-class StartupTime:
-    """Time from a program's start to the end of its first step, in seconds."""
-
-    seconds: float
-    graphs: int
-    """Compiled graphs, without cache hits."""
-
-
-@dataclass
-class ProgramResult:
-    """Measurements of one program."""
-
-    name: str
-    task: TrainingTask
-    facts: Facts
-    first_loss: float
-    starts: list[StartupTime] = field(default_factory=list)
-    turns: list[TurnMeasurement] = field(default_factory=list)
-    live_bytes: int = 0
-    """Peak bytes of live tensors in a step, summed over ranks."""
 
 
 def program_name(peer: str, task: TrainingTask) -> str:
@@ -273,8 +209,3 @@ def run_rounds(entries: Sequence[tuple[Peer, Path, TrainingTask]], settings: Rou
             settings.advance(f"{result.name}, memory")
             result.live_bytes = program.live_bytes()
     return [result for _, result in running]
-
-
-def is_this_project(name: str) -> bool:
-    """Return whether a program's name is this project's, in any mode and layout."""
-    return name.split()[0] == OURS

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.planner.programs import PROGRAMS, Program, PublishedJob, footprint
 from megatron_llama.config.settings import ModelConfig
-from megatron_llama.plan.job import StateBytes
+from megatron_llama.plan.forecast_job import StateBytes
 from megatron_llama.tools.forecast.hardware import HardwareSpec, find_device
 
 SQUAD_DOCUMENT = 256

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from data_prep.lib.sources import Source
 from megatron_llama.system.errors import UserError
-from megatron_llama.system.limits import usable_cores
 from megatron_llama.system.progress import ProgressBar, duration
+from megatron_llama.system.ulimits import usable_cores
 from megatron_llama.text.conversation import Template, TemplateContext, Turn
 from megatron_llama.text.loss_spans import TextSpan
 from megatron_llama.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_llama.arch.adapters import Adapter, LayerAdapters, layer_adapters, layer_kinds
+from megatron_llama.arch.lora_targets import Adapter, LayerAdapters, layer_adapters, layer_kinds
 from megatron_llama.config.precision import has_8bit_states
 from megatron_llama.config.settings import FinetuneConfig, ModelConfig
 
@@ -361,5 +361,5 @@ def _trained(
         stacks = [stacked_adapters(model, adapters, matrix, size) for size in (1, tp)]
         if stacks[0] is not None:
             yield tuple((sum(stacks[0].ranks), fused_shape(model, matrix, size)[1]) for size in (1, tp))
-            width = math.gcd(*stacks[0].ranks)  # as names.whole_shape
+            width = math.gcd(*stacks[0].ranks)  # as hf_tp_mapping.whole_shape
             yield tuple((sum(stack.rows), width) for stack in stacks if stack is not None)

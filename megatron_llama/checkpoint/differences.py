@@ -17,8 +17,8 @@ from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.problems import format_value, quote_value
 from megatron_llama.config.settings import ALLOWED
 from megatron_llama.config.settings_table import FREE_DICT, get, sections, settings_by_name
-from megatron_llama.data.record import Record
-from megatron_llama.data.record import differences as record_differences
+from megatron_llama.data.resume_record import Record
+from megatron_llama.data.resume_record import differences as record_differences
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import BatchSchedule, all_sizes
 from megatron_llama.plan.derive import COSINE, derive_optimizer

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_llama.arch.names import EMBEDDING, hf_shapes
+from megatron_llama.arch.hf_tp_mapping import EMBEDDING, hf_shapes
 from megatron_llama.checkpoint.stored_tensors import (
     WEIGHT_DTYPES,
     CorruptFile,

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_llama.arch.adapters import layer_adapters
-from megatron_llama.arch.names import (
+from megatron_llama.arch.hf_tp_mapping import (
     EMBEDDING,
     MAGNITUDE,
     PEFT_PREFIX,
@@ -27,6 +26,7 @@ from megatron_llama.arch.names import (
     lora_shapes,
     peft_name,
 )
+from megatron_llama.arch.lora_targets import layer_adapters
 from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, list_tensors, open_hf_folder, open_safetensors
 from megatron_llama.checkpoint.manifest import Manifest
 from megatron_llama.checkpoint.rank_files import CheckpointTensors

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.arch.names import Shape
+from megatron_llama.arch.hf_tp_mapping import Shape
 from megatron_llama.checkpoint.rank_files import (
     BLOCK_BYTES,
     HASH,
@@ -69,7 +69,7 @@ class State:
     consumed_tokens: int | None = None
     """Tokens of the samples so far. None: data.seq_length per sample."""
     data: dict[str, Any] | None = None
-    """Record of the data (data/record.py); None in checkpoints of old versions, which cannot be resumed."""
+    """Record of the data (data/resume_record.py); None in checkpoints of old versions, which cannot be resumed."""
     working_dir: str | None = None
     """Current folder of the run, where its relative paths start; None in checkpoints of older versions."""
     replaceable: bool = False

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from megatron_llama import devices
-from megatron_llama.arch.names import Shape
+from megatron_llama.arch.hf_tp_mapping import Shape
 from megatron_llama.checkpoint.rank_files import STATES
 from megatron_llama.checkpoint.stored_tensors import Rectangles, Stored
 from megatron_llama.config.precision import STATE_BLOCK

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_llama.arch.names import Shape
+from megatron_llama.arch.hf_tp_mapping import Shape
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import HOST
 from megatron_llama.system import files

@@ -40,7 +40,7 @@ def state_bytes_8bit(values: int) -> int:
 
 
 EXCHANGES = ("bf16", "int8")
-"""Formats in which data-parallel ranks may exchange gradients (parallel/exchange.py)."""
+"""Formats in which data-parallel ranks may exchange gradients (parallel/quantized_comm.py)."""
 EXCHANGE_BLOCK = 256
 """Successive values of a parameter that share an fp32 scale when they are sent in int8."""
 

@@ -25,8 +25,8 @@ from typing import Any
 from megatron_llama.config.data_settings import MASK_SUFFIX
 from megatron_llama.system import phase
 from megatron_llama.system.files import open_regular, read_json, user_cache, write_atomically
-from megatron_llama.system.limits import usable_cores
 from megatron_llama.system.object_store import RemotePath, is_url
+from megatron_llama.system.ulimits import usable_cores
 
 BLOCK = 16 << 20
 WHOLE_BYTES = 16 << 30

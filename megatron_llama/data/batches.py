@@ -17,21 +17,22 @@ from typing import Protocol, cast
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_llama.arch.pattern import Pattern, pattern_of
+from megatron_llama.arch.attention_pattern import Pattern, pattern_of
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.data_settings import list_paths
 from megatron_llama.corpus.block_cache import set_limit
 from megatron_llama.data.finetuning_set import PADDING, SFTDataset, build_sft, graded_examples
 from megatron_llama.data.graded_order import Graded, Level, cut_sample, level_at, levels_of
 from megatron_llama.data.mock import MockDataset
-from megatron_llama.data.record import Record, advance_record, changes_reading, make_record
-from megatron_llama.data.sample_stream import SampleStream, build_streams, resume_streams
+from megatron_llama.data.pretraining_samples import SampleStream, build_streams, resume_streams
+from megatron_llama.data.resume_record import Record, advance_record, changes_reading, make_record
 from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.noise import token_keys
 from megatron_llama.model.preference import Pairs
 from megatron_llama.model.random_ltd import Subsets, build_subsets, draw_subsets
-from megatron_llama.parallel.context import BACKENDS
+from megatron_llama.parallel.context_division import local_chunks
+from megatron_llama.parallel.context_parallel import BACKENDS
 from megatron_llama.parallel.groups import broadcast_from_rank_0
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import BatchSchedule, RunPosition, SequenceCut, TokenSchedule, sequence_cut_at
@@ -158,7 +159,7 @@ class Batches:
         pattern = pattern_of(self.plan.model)
         by_documents = documents is not None and BACKENDS[self.plan.config.trainer.cp_comm].by_documents
         lengths = documents.lengths if documents is not None and by_documents else None
-        chunks = self.topology.positions(len(samples[0]["tokens"]), lengths, pattern)
+        chunks = local_chunks(self.topology, len(samples[0]["tokens"]), lengths, pattern)
         tokens, labels, loss_mask = (self._stack(samples, key, chunks) for key in ("tokens", "labels", "loss_mask"))
         token_counts = torch.tensor([_token_counts(sample, pattern) for sample in samples]).sum(dim=0)
         token_counts *= self.topology.place["cp"] == 0  # of whole sequences: the sum over ranks counts them once
@@ -250,7 +251,7 @@ class Data:
         self._record["datasets"] = {**record["datasets"], **self._record["datasets"]}
 
     def record(self, consumed_samples: int) -> Record:
-        """Return the data record of a checkpoint after ``consumed_samples`` (record.py)."""
+        """Return the data record of a checkpoint after ``consumed_samples`` (resume_record.py)."""
         samples, record = self.train.samples, {**self._record, "consumed_samples": consumed_samples}
         if isinstance(samples, SampleStream):
             record = advance_record(self._record, samples.timeline, consumed_samples)

@@ -1,8 +1,8 @@
 """Shuffle order of one epoch of a dataset, in cached files that are mapped into memory.
 
 Documents are shuffled, concatenated and cut every ``seq_length`` tokens. Then the sequences are shuffled. These are the
-steps of megatron-core's GPTDataset for one epoch (tests/data/test_sample_stream.py compares them), so epoch 0 has the
-order of a megatron-core run of at most one epoch. Each later epoch has a separate seed.
+steps of megatron-core's GPTDataset for one epoch (tests/data/test_pretraining_samples.py compares them), so epoch 0 has
+the order of a megatron-core run of at most one epoch. Each later epoch has a separate seed.
 
 Memory and time depend on one epoch of one dataset, not on the length of the run. The files take 12 bytes per document
 and 12 per sequence. Creating them takes about three times as much memory.

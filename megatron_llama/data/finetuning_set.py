@@ -95,7 +95,7 @@ class SFTDataset:
 
     reference: np.ndarray | None = None
     """Log probabilities with the initial weights, int64 [examples, 2]: of a pair's answers, or of the answer and the
-    mismatched answer (train/reference.py)."""
+    mismatched answer (train/reference_logps.py)."""
 
     def __init__(self, examples: Examples, order: Order, seq_length: int, packed: bool, once: bool = False) -> None:
         """``packed``: several examples per sequence. ``once``: a single epoch."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_llama.arch.pattern import Lengths, Pattern
+from megatron_llama.arch.attention_pattern import Lengths, Pattern
 
 
 @dataclass(frozen=True)

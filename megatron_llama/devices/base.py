@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from megatron_llama.arch.pattern import Pattern
+    from megatron_llama.arch.attention_pattern import Pattern
     from megatron_llama.config import Config
     from megatron_llama.devices.kernels import Kernels
     from megatron_llama.topology import Topology

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_llama.arch.pattern import Pattern
+from megatron_llama.arch.attention_pattern import Pattern
 from megatron_llama.config.precision import STATE_BLOCK
 from megatron_llama.devices import torch_attention
 from megatron_llama.devices.attention_inputs import AttentionInputs, Documents, build_attention_inputs

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import CustomOpDef
 
-from megatron_llama.arch.pattern import (
+from megatron_llama.arch.attention_pattern import (
     CAUSAL,
     LARGEST_FLASH_HEAD,
     SCORES_AT_ONCE,

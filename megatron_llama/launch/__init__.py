@@ -3,14 +3,14 @@
 The command line (../cli.py) calls one of three modules:
 
 * start.py runs the plan on this machine.
-* join.py runs a process that another launcher has started.
+* other_launchers.py runs a process that another launcher has started.
 * ssh.py starts this program on other machines.
 
 The other modules:
 
 * environment.py reads the launcher's variables.
 * world.py finds the device and the number of ranks.
-* rendezvous.py collects the reports of all processes (reports.py) in the job's store (job_store.py).
+* rendezvous.py collects the reports of all processes (node_reports.py) in the job's store (job_store.py).
 * run_dir.py locks the run folder.
 * rank.py is the process of a rank.
 * supervise.py waits for child processes.

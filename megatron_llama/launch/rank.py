@@ -30,7 +30,7 @@ from megatron_llama import events  # noqa: E402
 from megatron_llama.config import ConfigError  # noqa: E402
 from megatron_llama.launch.job_store import describe_lost_store  # noqa: E402
 from megatron_llama.launch.run_dir import report_to_batch_script  # noqa: E402
-from megatron_llama.launch.starts import log_end, log_start  # noqa: E402
+from megatron_llama.launch.start_log import log_end, log_start  # noqa: E402
 from megatron_llama.launch.supervise import WATCHED  # noqa: E402
 from megatron_llama.plan import Plan  # noqa: E402
 from megatron_llama.system import phase  # noqa: E402

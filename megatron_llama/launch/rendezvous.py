@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.launch.environment import ProcessContext, addresses_of, is_loopback
 from megatron_llama.launch.job_store import SECRET, Board, JobStore, LaunchFailed, StoreLost
-from megatron_llama.launch.reports import NodeInfo, StartMessage, duplicate_rank, read_report, read_start_message
+from megatron_llama.launch.node_reports import NodeInfo, StartMessage, duplicate_rank, read_report, read_start_message
 from megatron_llama.launch.supervise import WATCHED
 from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.signals import exit_with_parent

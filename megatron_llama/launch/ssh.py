@@ -28,7 +28,7 @@ from megatron_llama.config.problems import write_override
 from megatron_llama.devices import variable_prefixes
 from megatron_llama.launch.environment import NODE, NODES, RUN_ID, SLOTS, port_for
 from megatron_llama.launch.job_store import LaunchFailed
-from megatron_llama.launch.starts import RESTARTS, STARTED, command_of_process
+from megatron_llama.launch.start_log import RESTARTS, STARTED, command_of_process
 from megatron_llama.launch.supervise import Child, Grace, Signals, supervise, with_restarts
 from megatron_llama.plan import Plan
 from megatron_llama.system.command import COMMAND

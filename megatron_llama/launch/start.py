@@ -38,17 +38,17 @@ from megatron_llama.launch.rank import (
     run_assignment,
 )
 from megatron_llama.launch.run_dir import claim_run_dir, open_plan, rank_outputs
-from megatron_llama.launch.starts import log_end, log_start
+from megatron_llama.launch.start_log import log_end, log_start
 from megatron_llama.launch.supervise import POLL_SECONDS, Child, Grace, Signals, report, supervise, with_restarts
 from megatron_llama.launch.watchdog import Hang, Watchdog, print_report, wait_for_full_report
 from megatron_llama.plan import Plan
 from megatron_llama.system.errors import LaunchFailed
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.interrupts import signal_name
-from megatron_llama.system.limits import explain_crash
 from megatron_llama.system.object_store import end_threads
 from megatron_llama.system.phase import FINISHING, Phase, PhaseFile
 from megatron_llama.system.signals import is_stopped
+from megatron_llama.system.ulimits import explain_crash
 from megatron_llama.system.wrapping import wrap
 from megatron_llama.train.loss_curve import draw_run
 

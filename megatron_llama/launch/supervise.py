@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
 
-from megatron_llama.launch.starts import note_restarts
+from megatron_llama.launch.start_log import note_restarts
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_RESTART
 from megatron_llama.system.signals import JOB_SIGNALS, announce_interrupt, handle_signals

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_llama.devices.kernels import Kernels
-from megatron_llama.model.norm import norm_gradients, rms_norm
 from megatron_llama.model.recompute import recomputable
+from megatron_llama.model.rms_norm import norm_gradients, rms_norm
 from megatron_llama.model.rotary import rotated
 
 aten = torch.ops.aten

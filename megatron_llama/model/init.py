@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_llama.arch.names import Rectangle, is_lora
+from megatron_llama.arch.hf_tp_mapping import Rectangle, is_lora
 from megatron_llama.config import ModelConfig
 
 # Rows per generator: a rank draws only the blocks that its rectangle overlaps, not whole tensors. The number must never

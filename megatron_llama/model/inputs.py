@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_llama.arch.pattern import Pattern, pattern_of
+from megatron_llama.arch.attention_pattern import Pattern, pattern_of
 from megatron_llama.config import ModelConfig
 from megatron_llama.devices.attention_inputs import AttentionInputs, Documents
 from megatron_llama.model.preference import Pairs

@@ -33,9 +33,9 @@ from megatron_llama.devices.attention_inputs import AttentionInputs
 from megatron_llama.devices.kernels import EAGER
 from megatron_llama.model.inputs import BlockInputs, InputBuilder
 from megatron_llama.model.loss import Head
-from megatron_llama.model.norm import Normalize, ProjectionNorm, RMSNorm, normalize
 from megatron_llama.model.preference import Pairs
 from megatron_llama.model.recompute import recomputable
+from megatron_llama.model.rms_norm import Normalize, ProjectionNorm, RMSNorm, normalize
 from megatron_llama.model.rotary import Rotary, rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionInputs | None], Tensor]

@@ -7,7 +7,7 @@ W + scale · B A. The magnitude is a parameter; it starts as the norm of the row
 
 Each Hugging Face module has a separate A and B, as in PEFT. For fused matrices (q, k, v; gate, up) they are stacked by
 rows into one parameter, so that one matmul computes all x Aᵀ. With different ranks, B is padded with zero columns.
-arch/names.py maps the rows to the modules.
+arch/hf_tp_mapping.py maps the rows to the modules.
 
 LoRA follows the split of its matrix. For a column-parallel W, B is split by rows and A is replicated. For a
 row-parallel W, A is split by columns and B is replicated. Only x Aᵀ [s, b, rank] is gathered or reduced, not x.
@@ -34,8 +34,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 
-from megatron_llama.arch.adapters import LayerAdapters
-from megatron_llama.arch.names import is_lora, is_saved_module
+from megatron_llama.arch.hf_tp_mapping import is_lora, is_saved_module
+from megatron_llama.arch.lora_targets import LayerAdapters
 from megatron_llama.arch.shapes import StackedAdapters, fused_rows, stacked_adapters
 from megatron_llama.config import FinetuneConfig, ModelConfig
 from megatron_llama.config.precision import QUANTIZED_BITS

@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from megatron_llama.arch.pattern import Pattern
+from megatron_llama.arch.attention_pattern import Pattern
 from megatron_llama.devices.attention_inputs import AttentionInputs, Documents, masked
 from megatron_llama.model.rotary import Rotary
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.arch.names import Rectangle
+from megatron_llama.arch.hf_tp_mapping import Rectangle
 from megatron_llama.config.optimizers import OptimizerRow
 from megatron_llama.devices.kernels import UpdateKernels
 from megatron_llama.plan import Plan

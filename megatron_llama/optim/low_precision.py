@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from megatron_llama import devices
-from megatron_llama.arch.names import Rectangle, keep_rows
+from megatron_llama.arch.hf_tp_mapping import Rectangle, keep_rows
 from megatron_llama.model.init import torch_dtype
 from megatron_llama.model.noise import mix
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer

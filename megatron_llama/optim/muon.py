@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_llama.arch.names import Rectangle
+from megatron_llama.arch.hf_tp_mapping import Rectangle
 from megatron_llama.model.init import torch_dtype
 from megatron_llama.optim.adam import adamw_update
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer

@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from megatron_llama.arch.names import Rectangle
+from megatron_llama.arch.hf_tp_mapping import Rectangle
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
 
 _ERRORS = "onebit_rectangle_errors"

@@ -15,13 +15,13 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from megatron_llama import devices
-from megatron_llama.arch.names import is_block_matrix, whole_shape
+from megatron_llama.arch.hf_tp_mapping import is_block_matrix, whole_shape
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.optimizers import OptimizerRow
 from megatron_llama.config.precision import has_8bit_states
 from megatron_llama.optim.base import OptimizerInputs, ShardOptimizer
 from megatron_llama.optim.blockwise import BlockwiseState
-from megatron_llama.optim.norm import clip_factor, gradient_norm, scale_gradients
+from megatron_llama.optim.gradient_norm import clip_factor, gradient_norm, scale_gradients
 from megatron_llama.optim.qk_clip import QKClip
 from megatron_llama.parallel import ParallelModel, Shard
 from megatron_llama.plan import Plan

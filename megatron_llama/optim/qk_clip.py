@@ -5,8 +5,8 @@ passes, and gamma = min(1, tau / S). The rows of W_q and W_k and their biases ar
 logits of the same input are at most tau. Query heads that share a kv head use the largest S of the group, as
 Megatron-LM's ``Attention.clip_qk`` does (megatron/core/transformer/attention.py).
 
-``parallel/context.py`` records S of a rank's heads, layers and samples. One all-reduce over all ranks takes the
-maximum, so the factors do not depend on the layout. The weights are the optimizer's, with any optimizer and sharding.
+``parallel/context_parallel.py`` records S of a rank's heads, layers and samples. One all-reduce takes the maximum over
+all ranks, so the factors do not depend on the layout. The weights are the optimizer's, with any optimizer and sharding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_llama.arch.names import Rectangle
+from megatron_llama.arch.hf_tp_mapping import Rectangle
 from megatron_llama.arch.shapes import head_dim, kv_heads
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
 from megatron_llama.parallel import ParallelModel

@@ -1,4 +1,4 @@
-"""Assembly of a rank's blocks: ``block_parts`` and ``layer_parts`` execute the steps of plan/steps.py.
+"""Assembly of a rank's blocks: ``block_parts`` and ``layer_parts`` execute the steps of plan/build_steps.py.
 
 Each step is a function of a table, except tp and pp, which megatron-core's layers and schedules apply. ``PARTS``
 changes the ``BlockParts`` that constructors take, ``LAYERS`` the parts of one layer, ``WRAPPERS`` returns functions
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from megatron_llama.arch.adapters import layer_adapters
+from megatron_llama.arch.lora_targets import layer_adapters
 from megatron_llama.devices.kernels import Kernels
 from megatron_llama.model import recompute
 from megatron_llama.model.fused import fused_operators
@@ -27,14 +27,13 @@ from megatron_llama.model.offload import Offload
 from megatron_llama.model.preference import PreferenceLoss
 from megatron_llama.model.quantized import quantized_linear
 from megatron_llama.model.random_ltd import run_on_subset
-from megatron_llama.parallel.compiling import Compiler
-from megatron_llama.parallel.context import divided_parts, logits_measure
+from megatron_llama.parallel.compiling import Compiler, traceable_matmul
+from megatron_llama.parallel.context_parallel import divided_parts, logits_measure
 from megatron_llama.parallel.data_parallel import DataGroups, shard_chunk
 from megatron_llama.parallel.float8 import float8_linear
 from megatron_llama.parallel.groups import Groups
-from megatron_llama.parallel.tensor import traceable_matmul
 from megatron_llama.plan import Plan
-from megatron_llama.plan.steps import applied_steps
+from megatron_llama.plan.build_steps import applied_steps
 from megatron_llama.topology import Topology
 
 

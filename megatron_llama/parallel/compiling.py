@@ -21,8 +21,10 @@ import torch
 import torch._dynamo.config as dynamo
 import torch._functorch.config as functorch
 import torch._inductor.config as inductor
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
 
-from megatron_llama.arch.pattern import pattern_of
+from megatron_llama.arch.attention_pattern import pattern_of
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device
 from megatron_llama.devices.compile_cache import check_private, compile_folder, confine_inductor
@@ -113,7 +115,7 @@ class Compiler:
         self._compile = torch._dynamo.lookup_backend(self.device.compiler)
         self._overlap = enable_async_overlap(self.device) if self.plan.config.trainer.async_tp else None
         # Compile the backward graph with the forward graph, not at the first backward pass: both are ready after one
-        # forward. Also cache graphs with a custom backward (parallel/tensor.py).
+        # forward. Also cache graphs with a custom backward (``traceable_matmul``).
         functorch.force_non_lazy_backward_lowering = True
         functorch.autograd_cache_allow_custom_autograd_functions = True
         # CPU kernels read the number of threads at run time. By default Inductor makes it part of the kernel and of the
@@ -396,3 +398,41 @@ def report_graphs(plan: Plan, compiler: Compiler | None, logger: Any) -> None:
     if logger is not None:
         logger.print_lines(compilations.lines(str(compile_folder(plan.config))))
         write_report(compilations, plan)
+
+
+def traceable_matmul(input: torch.Tensor, weight: torch.Tensor, bias: None, **how: Any) -> torch.Tensor:
+    """Multiply input [s(/t), b, in] by weight [out, in] to [s, b, out]. megatron-core calls it as ``_forward_impl``.
+
+    megatron-core's version waits for its collectives explicitly, which are graph breaks. This one uses functional
+    collectives, so torch.compile traces it into one graph. The backward pass gathers the input once more, unless the
+    compiler saves the gathered input, as Inductor does (docs/guides/tools/traffic.md).
+    """
+    assert bias is None, "biases are added outside"
+    if not how["allreduce_dgrad"] and not how["sequence_parallel"]:
+        return torch.matmul(input, weight.t())
+    output: torch.Tensor = _ParallelLinear.apply(input, weight, how["tp_group"], how["sequence_parallel"])
+    return output
+
+
+class _ParallelLinear(torch.autograd.Function):
+    """x Wᵀ whose gradient of x is summed over the tensor-parallel ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, split: bool) -> torch.Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen weight needs no x
+        ctx.group, ctx.split = group, split
+        return torch.matmul(all_gather_tensor(x, 0, group) if split else x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        partial = torch.matmul(grad, weight)
+        if ctx.split:
+            grad_x = reduce_scatter_tensor(partial, "sum", 0, ctx.group)
+        else:
+            grad_x = all_reduce(partial, "sum", ctx.group)
+        if x is None:
+            return grad_x, None, None, None
+        whole = all_gather_tensor(x, 0, ctx.group) if ctx.split else x
+        grad_weight = torch.matmul(grad.flatten(0, 1).t(), whole.flatten(0, 1))
+        return grad_x, grad_weight, None, None

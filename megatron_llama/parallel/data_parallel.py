@@ -16,7 +16,7 @@ DeepSpeed's ZeRO 3 settings correspond to units. Live parameters: a unit and the
 forward and backward (``shard_chunk``). Reduce bucket: a unit. A parameter persistence threshold is not needed, because
 one collective gathers all parameters of a unit.
 
-Unsharded gradients and sums over ranks have the precision's ``grad_accum_dtype``. exchange.py has other message
+Unsharded gradients and sums over ranks have the precision's ``grad_accum_dtype``. quantized_comm.py has other message
 formats. A reduced gradient has the parameters' dtype, so with fp32 master weights stages 2 and 3 also accumulate the
 micro batches in fp32.
 """
@@ -38,8 +38,8 @@ from megatron_llama import devices
 from megatron_llama.model.init import torch_dtype
 from megatron_llama.model.llama import Llama
 from megatron_llama.parallel.dp1_weight_casts import ComputeCopies
-from megatron_llama.parallel.exchange import Hops, set_collectives
 from megatron_llama.parallel.groups import Groups
+from megatron_llama.parallel.quantized_comm import Hops, set_collectives
 from megatron_llama.plan import Plan
 from megatron_llama.plan.plan import COPIES, SHARDS
 from megatron_llama.topology import AXES, Topology
@@ -51,7 +51,7 @@ class DataGroups(NamedTuple):
     mesh: DeviceMesh
     """Mesh of ``fully_shard``: (replicate, shard), or (shard) if ``fully_shard`` sums nothing over replicas."""
     replicas: dist.ProcessGroup | None = None
-    """Ranks with replicas of this rank's shards, if parallel/exchange.py sums over them (``trainer.grad_reduce``)."""
+    """Ranks with replicas of this rank's shards, if quantized_comm.py sums over them (``trainer.grad_reduce``)."""
     hops: Hops | None = None
     """Groups of a two-hop reduction (``trainer.reduce_group``)."""
     secondary: dist.ProcessGroup | None = None

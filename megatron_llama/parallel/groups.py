@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.settings import TrainerConfig
 from megatron_llama.devices import Device, get_device
-from megatron_llama.devices.mcore import patch_mcore
+from megatron_llama.devices.mcore_patches import patch_mcore
 from megatron_llama.plan import Plan
 from megatron_llama.system.phase import ATTEMPT, PATIENT
 from megatron_llama.topology import AXES, Topology

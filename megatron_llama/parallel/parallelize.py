@@ -1,4 +1,4 @@
-"""``build_model`` builds a rank's model by the steps of plan/steps.py (parallel/assembly.py), then allocates weights.
+"""``build_model`` builds a rank's model by the steps of plan/build_steps.py (assembly.py), then allocates weights.
 
 Modules are built on the meta device. Weights are last, when each rank's rectangles are determined: no rank ever holds
 a whole model.
@@ -18,8 +18,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
 from megatron_llama import devices
-from megatron_llama.arch.adapters import layer_adapters, module_name
-from megatron_llama.arch.names import EMBEDDING, MAGNITUDE, TOKEN_ROWS, is_lora, lora_name
+from megatron_llama.arch.hf_tp_mapping import EMBEDDING, MAGNITUDE, TOKEN_ROWS, is_lora, lora_name
+from megatron_llama.arch.lora_targets import layer_adapters, module_name
 from megatron_llama.arch.shapes import matrices
 from megatron_llama.devices import Device
 from megatron_llama.devices.attention_inputs import Documents
@@ -27,9 +27,9 @@ from megatron_llama.model.init import initial_values, torch_dtype
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.preference import SCALE
-from megatron_llama.parallel import context
 from megatron_llama.parallel.assembly import Build, block_parts, finish_chunk, layer_parts
 from megatron_llama.parallel.compiling import Compiler, enter_folder
+from megatron_llama.parallel.context_division import Division
 from megatron_llama.parallel.data_parallel import allocate, data_groups
 from megatron_llama.parallel.dp1_weight_casts import ComputeCopies, filled_copies
 from megatron_llama.parallel.exact import ExactSums
@@ -138,7 +138,7 @@ class ParallelModel:
         with stance, filled_copies(self.compute_copies):  # eager: each prompt length would need another graph
             if token_index is None or documents is not None or self.plan.config.trainer.cp == 1:
                 return run_logits(self.chunks, self.plan, tokens, documents, token_index)
-            division = context.Division(self.plan.topology(dist.get_rank()), self.groups["cp"])
+            division = Division(self.plan.topology(dist.get_rank()), self.groups["cp"])
             index, is_here = division.local_index(token_index, tokens.shape[1])
             logits = run_logits(self.chunks, self.plan, division.local(tokens), None, index, is_divided=True)
             return None if logits is None else division.select(logits, is_here)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_llama.arch.names import Rectangle, TensorParallel, keep_rows, rectangles, rows_of_shard
+from megatron_llama.arch.hf_tp_mapping import Rectangle, TensorParallel, keep_rows, rectangles, rows_of_shard
 from megatron_llama.model.quantized import dequantize, quantize
 from megatron_llama.parallel.dp1_weight_casts import ComputeCopies
 from megatron_llama.plan import Plan

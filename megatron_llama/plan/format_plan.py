@@ -7,19 +7,19 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from megatron_llama.arch.blocks import num_blocks
+from megatron_llama.arch.attention_pattern import pattern_of
+from megatron_llama.arch.exact_blocks import num_blocks
 from megatron_llama.arch.flops import with_random_ltd
-from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.config import ConfigError, Problem, to_yaml
 from megatron_llama.config.data_settings import PERCENTILE, VALUE, curriculum_metrics, validation_sets
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, STATE_BLOCK, quantized_bytes, state_bytes_8bit
 from megatron_llama.config.settings import KEPT_BY_TIME, Config
 from megatron_llama.config.stored import NAME
 from megatron_llama.devices import find_device
+from megatron_llama.plan.build_steps import applied_steps, recomputation
 from megatron_llama.plan.data_schedules import BatchSchedule, curriculum_lengths
 from megatron_llama.plan.memory import Footprint, stage_footprints
 from megatron_llama.plan.plan import Plan
-from megatron_llama.plan.steps import applied_steps, recomputation
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.tables import column_widths, gib, plural, short_count, text_table

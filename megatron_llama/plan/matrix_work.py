@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_llama.arch.names import Rectangle, TensorParallel, keep_rows, rectangles, rows_of_shard
+from megatron_llama.arch.hf_tp_mapping import Rectangle, TensorParallel, keep_rows, rectangles, rows_of_shard
 from megatron_llama.arch.shapes import FUSED, Matrix, fused_matrix, head_dim, kv_copies, matrices
 from megatron_llama.config.settings import ModelConfig
 from megatron_llama.plan.plan import Plan

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron_llama.arch.attention_pattern import pattern_of
 from megatron_llama.arch.flops import FORWARD_AND_BACKWARD, flops_per_token
-from megatron_llama.arch.pattern import pattern_of
 from megatron_llama.config.settings import Config
 
 _WORTH = 0.94

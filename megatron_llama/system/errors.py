@@ -13,8 +13,8 @@ from typing import NoReturn
 
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.interrupts import raise_interrupts, settle_status
-from megatron_llama.system.limits import MOST_FILES, explain_limit
 from megatron_llama.system.programs import name_commands, running_command
+from megatron_llama.system.ulimits import MOST_FILES, explain_limit
 from megatron_llama.system.wrapping import escape_controls, wrap
 
 PACKAGES = {"megatron_llama", "data_prep", "scripts", "benchmarks", "tests"}

@@ -16,8 +16,8 @@ from types import TracebackType
 from megatron_llama.system.errors import PACKAGES, program, program_name
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.interrupts import is_own_program
-from megatron_llama.system.limits import explain_limit
 from megatron_llama.system.programs import IN_CHECKOUT, ROOT
+from megatron_llama.system.ulimits import explain_limit
 
 VENV = ROOT / ".venv"
 OLDEST_PYTHON = (3, 11)

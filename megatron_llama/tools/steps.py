@@ -28,7 +28,7 @@ from megatron_llama.data.batches import Data, build_data
 from megatron_llama.devices import Device
 from megatron_llama.launch.start import LocalRanks, start_ranks
 from megatron_llama.optim import Optimizer, build_optimizer
-from megatron_llama.optim.norm import parameter_norm
+from megatron_llama.optim.gradient_norm import parameter_norm
 from megatron_llama.parallel import ParallelModel, build_model, open_device, process_groups
 from megatron_llama.parallel.groups import axis_of
 from megatron_llama.plan import Plan

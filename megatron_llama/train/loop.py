@@ -19,7 +19,7 @@ from megatron_llama.data.prefetch import Prefetcher
 from megatron_llama.devices import Device
 from megatron_llama.model.preference import named_metrics
 from megatron_llama.optim import Optimizer
-from megatron_llama.optim.norm import parameter_norm
+from megatron_llama.optim.gradient_norm import parameter_norm
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES, may_compile, report_graphs
 from megatron_llama.parallel.groups import sync_errors
@@ -28,8 +28,8 @@ from megatron_llama.plan.format_plan import write_config_and_plan
 from megatron_llama.system import phase
 from megatron_llama.topology import Topology
 from megatron_llama.train.metrics import MetricsLogger, named_validation, validation_metrics
-from megatron_llama.train.peak import find_peak
-from megatron_llama.train.reference import add_reference
+from megatron_llama.train.peak_flops import find_peak
+from megatron_llama.train.reference_logps import add_reference
 from megatron_llama.train.sample_text import continue_prompts
 from megatron_llama.train.step_checks import LabelCheck, StepGuard, check_every_gradient
 from megatron_llama.train.stop_signals import RunStopped, StopSignals, report_finished
@@ -101,7 +101,7 @@ def train(
 def load(plan: Plan, topology: Topology, checkpointer: Checkpointer, model: ParallelModel, data: Data) -> Plan:
     """Load the checkpoint, which accepts or rejects the start, then write config.yaml and plan.txt. A collective.
 
-    Preference training then gets its reference (train/reference.py).
+    Preference training then gets its reference (train/reference_logps.py).
 
     Returns the plan with ``start`` set.
     """

@@ -192,7 +192,7 @@ def _read(path: Path, steps: Sequence[str] = ("step",)) -> tuple[Lines, Broken]:
 
 
 def append_start_line(folder: Path, record: Mapping[str, Any]) -> None:
-    """Append a line to starts.jsonl by replacing the file (launch/starts.py). Raises OSError."""
+    """Append a line to starts.jsonl by replacing the file (launch/start_log.py). Raises OSError."""
     path = folder / STARTS_FILE
     content = read_whole(path, MAX_STARTS_BYTES) if path.exists() else b""
     newline = b"\n" if content and not content.endswith(b"\n") else b""

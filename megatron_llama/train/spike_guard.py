@@ -26,7 +26,7 @@ from megatron_llama.checkpoint.folder import saved_steps
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.settings import TrainerConfig
-from megatron_llama.data.record import Record
+from megatron_llama.data.resume_record import Record
 from megatron_llama.parallel import Shard
 from megatron_llama.parallel.groups import broadcast_from_rank_0
 from megatron_llama.plan.data_schedules import RunPosition

@@ -19,21 +19,19 @@ import pytest
 import torch
 
 from benchmarks import __main__, studies
-from benchmarks import __main__ as command_line
 from benchmarks import results as page_parts
 from benchmarks.harness import comparison, runner, worker
 from benchmarks.harness.arguments import add_program_arguments, build_tasks, install_peers, parse_layout
-from benchmarks.harness.comparison import ComparisonCell, Spread
-from benchmarks.harness.environments import OURS, PEERS, NotInstalled, Peer, interpreter
-from benchmarks.harness.runner import (
+from benchmarks.harness.comparison import (
+    ComparisonCell,
     ProgramResult,
-    RoundSettings,
+    Spread,
     StartupTime,
     TurnMeasurement,
     find_mismatches,
-    program_name,
-    run_rounds,
 )
+from benchmarks.harness.environments import OURS, PEERS, NotInstalled, Peer, interpreter
+from benchmarks.harness.runner import RoundSettings, program_name, run_rounds
 from benchmarks.harness.task import Facts, Layout, TrainingTask, checksum
 from benchmarks.launches import Work, forecast
 from benchmarks.peers import train_ours
@@ -125,7 +123,7 @@ def test_all_argument_errors_are_reported_before_installation(
     words = "--models llama_57m,llama_2m,[a] --precision bf61 --peers our,litgpt --layouts pt2,tp0 --batch 0".split()
     words += "--recompute none,nothing --modes eager,eager --zero 1,7 --state-bits 16 --threads 0 --modes".split()
     monkeypatch.setattr(sys, "argv", ["benchmarks", "train", *words, ""])
-    assert command_line.main() == 2
+    assert __main__.main() == 2
     printed = capsys.readouterr()
     assert not printed.out and "environment" not in printed.err
     GoldenFiles.check(

@@ -15,7 +15,7 @@ from unittest.mock import patch
 from megatron_llama.checkpoint.differences import Difference, check_allowed, find_differences
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import ConfigError
-from megatron_llama.data.record import make_record
+from megatron_llama.data.resume_record import make_record
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.topology import AXIS_NAMES
 from tests.config.helpers import everything_exists, make

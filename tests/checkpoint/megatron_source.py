@@ -28,7 +28,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.overrides import TorchFunctionMode
 
 from megatron_llama.data.megatron_order import build_megatron
-from megatron_llama.devices.mcore import patch_mcore
+from megatron_llama.devices.mcore_patches import patch_mcore
 from megatron_llama.plan import Plan
 from tests.checkpoint.source_settings import BATCH, BETAS, DECAY, EPS, LENGTH, LR, TOKENS, VOCAB, Trained
 from tests.checkpoint.source_settings import SETTINGS as COMMON

@@ -14,7 +14,7 @@ from megatron_llama.checkpoint.manifest import State, read_manifest
 from megatron_llama.config import load_config, to_yaml
 from megatron_llama.data.batches import Batches
 from megatron_llama.data.mock import MockDataset
-from megatron_llama.data.sample_stream import EndlessDataset
+from megatron_llama.data.pretraining_samples import EndlessDataset
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.optim import build_optimizer
 from megatron_llama.plan import Plan, resolve

@@ -15,7 +15,7 @@ from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import ConfigError
 from megatron_llama.config.settings import ALLOWED
 from megatron_llama.config.settings_table import settings_by_name
-from megatron_llama.data.record import make_record
+from megatron_llama.data.resume_record import make_record
 from megatron_llama.plan import Plan
 from tests.checkpoint.changes import CHANGES, checkpoint_of, differences_of, outcome, plan_in, write_datasets
 from tests.config.helpers import as_typed

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_llama.arch.pattern import Pattern
+from megatron_llama.arch.attention_pattern import Pattern
 from megatron_llama.devices import device_named
 from megatron_llama.devices.attention_inputs import Documents, build_attention_inputs, dense_mask
 from tests.cuda.host_arithmetic import HostArithmetic, on_host

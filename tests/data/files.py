@@ -19,7 +19,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
 from megatron_llama.corpus.blend import MEGATRON, BlendSegment
-from megatron_llama.data.record import Record, make_record
+from megatron_llama.data.resume_record import Record, make_record
 from megatron_llama.plan import Plan, resolve
 from tests.config.helpers import make
 from tests.ranks import run_ranks

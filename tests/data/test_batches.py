@@ -19,8 +19,8 @@ from megatron_llama.data import prefetch as prefetch_module
 from megatron_llama.data.batches import Batches, build_data
 from megatron_llama.data.mock import MockDataset
 from megatron_llama.data.prefetch import AHEAD, Prefetcher
-from megatron_llama.data.record import make_record
-from megatron_llama.data.sample_stream import build_streams, resume_streams
+from megatron_llama.data.pretraining_samples import build_streams, resume_streams
+from megatron_llama.data.resume_record import make_record
 from megatron_llama.devices.kernels import Kernels
 from megatron_llama.launch.watchdog import ThisProcess
 from megatron_llama.model.inputs import MicroBatch

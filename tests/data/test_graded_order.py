@@ -20,8 +20,8 @@ from megatron_llama.corpus.difficulty_index import open_difficulty_index
 from megatron_llama.corpus.splits import planned_timeline
 from megatron_llama.data.batches import Batches, Data, build_data
 from megatron_llama.data.graded_order import GroupSchedule, cut_sample, group_seed, levels_of
-from megatron_llama.data.record import Record
-from megatron_llama.data.sample_stream import EndlessDataset, SampleStream
+from megatron_llama.data.pretraining_samples import EndlessDataset, SampleStream
+from megatron_llama.data.resume_record import Record
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import RunPosition, SequenceCut
 from tests.data.files import data_plan, numbered, text, write_indexed

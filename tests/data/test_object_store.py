@@ -13,8 +13,8 @@ from megatron_llama.config import ConfigError, load_config
 from megatron_llama.config.hf_config import missing_folder
 from megatron_llama.corpus.splits import open_splits, planned_timeline
 from megatron_llama.data.finetuning_set import Examples
-from megatron_llama.data.record import make_record, moved_datasets
-from megatron_llama.data.sample_stream import EndlessDataset, SampleStream
+from megatron_llama.data.pretraining_samples import EndlessDataset, SampleStream
+from megatron_llama.data.resume_record import make_record, moved_datasets
 from megatron_llama.plan import Plan
 from megatron_llama.system import object_store
 from tests.checkpoint.runner import run

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_llama.arch.pattern import Keys, Pattern
+from megatron_llama.arch.attention_pattern import Keys, Pattern
 from megatron_llama.devices import HOST, NAMES, device_named, torch_attention
 from megatron_llama.devices.attention_inputs import AttentionInputs, Documents, build_attention_inputs, dense_mask
 from megatron_llama.devices.cpu import attention as cpu_attention

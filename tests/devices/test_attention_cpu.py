@@ -12,7 +12,7 @@ from torch._dynamo.testing import EagerAndRecordGraphs
 from torch._inductor.codecache import CppCodeCache
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_llama.arch.pattern import Pattern
+from megatron_llama.arch.attention_pattern import Pattern
 from megatron_llama.devices import HOST, device_named
 from megatron_llama.devices.attention_inputs import Documents, dense_mask
 from megatron_llama.devices.cpu import attention as cpu_attention

@@ -22,7 +22,7 @@ from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.llama import ColumnLinear, RowLinear
 from megatron_llama.parallel import ParallelModel, build_model, parallelize, process_groups
 from megatron_llama.parallel.async_tp import Overlap, enable_async_overlap
-from megatron_llama.parallel.tensor import traceable_matmul
+from megatron_llama.parallel.compiling import traceable_matmul
 from megatron_llama.plan import Plan
 from megatron_llama.tools.rehearse.rehearsal import FakeTensors, fake_world
 from tests.oracle import make_plan

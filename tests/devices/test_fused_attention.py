@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_llama.arch.pattern import Pattern
+from megatron_llama.arch.attention_pattern import Pattern
 from megatron_llama.devices.attention_inputs import Documents, build_attention_inputs, dense_mask
 from megatron_llama.devices.cuda import flash_attention_3, transformer_engine
 from megatron_llama.devices.cuda.kernels import CudaKernels

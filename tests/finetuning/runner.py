@@ -15,7 +15,7 @@ from megatron_llama.config import load_config
 from megatron_llama.data.batches import Data
 from megatron_llama.optim import build_optimizer
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.train.reference import add_reference
+from megatron_llama.train.reference_logps import add_reference
 from tests.checkpoint.runner import resumed
 from tests.model.llamas import hf_config, whole_batch
 from tests.oracle import (

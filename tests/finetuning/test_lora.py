@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_llama.arch.flops import flops_per_token
-from megatron_llama.arch.names import lora_shapes
+from megatron_llama.arch.hf_tp_mapping import lora_shapes
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.lora_adapter import trained_shapes
 from megatron_llama.checkpoint.manifest import read_manifest

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_llama.model import quantized as quantized_module
 from megatron_llama.model.quantized import dequantize, quantize
-from megatron_llama.optim.norm import parameter_norm
+from megatron_llama.optim.gradient_norm import parameter_norm
 from megatron_llama.parallel.compare_copies import Copies
 from megatron_llama.plan import Plan, stage_memory
 from tests.finetuning import runner

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save as save_safetensors
 
 from megatron_llama.arch.foreign_names import litgpt_names, megatron_names, torchtitan_names
-from megatron_llama.arch.names import hf_shapes
+from megatron_llama.arch.hf_tp_mapping import hf_shapes
 from megatron_llama.checkpoint.manifest import NAME, State, merge
 from megatron_llama.checkpoint.manifest import _checksum as checksum_of
 from megatron_llama.checkpoint.rank_files import save_part

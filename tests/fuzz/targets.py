@@ -36,8 +36,8 @@ from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, load_own_t
 from megatron_llama.text.conversation import NO_CONTEXT, TemplateContext, Turn, parse_calls, parse_tools
 from megatron_llama.text.tokenizer import open_tokenizer, vocabulary_size
 from megatron_llama.tools.compare.logs import read_log
-from megatron_llama.tools.import_nemo.cli import as_yaml, command_line, convert_source, format_listing
-from megatron_llama.tools.import_nemo.nemo import convert
+from megatron_llama.tools.import_config.cli import as_yaml, command_line, convert_source, format_listing
+from megatron_llama.tools.import_config.nemo import convert
 from megatron_llama.tools.inference.saved_model import open_saved_model
 from megatron_llama.train.metrics_file import METRICS_FILE, MetricsFile, read_metrics, read_run_records
 from tests.fuzz import good_files as good

@@ -53,10 +53,10 @@ FAKE_TRAIN = """
 import os, sys
 sys.path.insert(0, {root!r})
 from megatron_llama import cli
-from megatron_llama.launch import join, rank
+from megatron_llama.launch import other_launchers, rank
 from tests.launch import small_runs
 {before}
-for module in (join, rank):
+for module in (other_launchers, rank):
     module.CONSEQUENCE_DELAY_SECONDS *= {patience}
 sys.exit(cli.main(sys.argv[1:], small_runs.{work}))
 """

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_llama.devices import get_device
-from megatron_llama.system.limits import usable_cores
+from megatron_llama.system.ulimits import usable_cores
 from megatron_llama.train.metrics_file import read_metrics
 from tests.data.files import numbered, write_indexed
 from tests.golden import GoldenFiles

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_llama.checkpoint import saving
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.launch import join, supervise
+from megatron_llama.launch import other_launchers, supervise
 from megatron_llama.launch import run_dir as run_dir_module
 from megatron_llama.launch import start as start_module
 from megatron_llama.plan import Plan
@@ -201,7 +201,7 @@ def test_while_the_processes_of_a_job_meet(tmp_path: Path) -> None:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "15001"}
         exit_on_signal()
-        first(join, "Rendezvous", lambda: signal.raise_signal(signal.SIGINT))
+        first(other_launchers, "Rendezvous", lambda: signal.raise_signal(signal.SIGINT))
 
     job = Job(tmp_path / "run", *RUN[1:], "trainer.tp=2", prepare=prepare)
     assert job.wait() == 130, job.output

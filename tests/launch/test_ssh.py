@@ -17,7 +17,7 @@ from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.config.hostfile import Host, parse_hostfile
 from megatron_llama.launch import ssh as module
 from megatron_llama.launch.ssh import control_line_closed
-from megatron_llama.launch.starts import read_starts
+from megatron_llama.launch.start_log import read_starts
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan
 from tests.launch.small_runs import TINY, script, started
@@ -40,7 +40,7 @@ PATIENCE = "megatron_llama.launch.start.CONSEQUENCE_DELAY_SECONDS = 100.0"
 # Each host leaves the secret that it got, and the threads of its process at each fork.
 NOTES_SECRET = """
 import os, pathlib
-from megatron_llama.launch import join
+from megatron_llama.launch import other_launchers
 from tests.ranks import foreign_threads
 read = join.secret_of_job
 def noted(context):

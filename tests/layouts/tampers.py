@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import megatron_llama.model.loss as loss
-import megatron_llama.model.norm as norm
-import megatron_llama.optim.norm as optim_norm
+import megatron_llama.model.rms_norm as norm
+import megatron_llama.optim.gradient_norm as optim_norm
 import megatron_llama.parallel.parallelize as parallelize
 from megatron_llama.data.batches import Batches
 from megatron_llama.devices import HOST, device_named, torch_attention
@@ -21,7 +21,7 @@ from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.model.inputs import InputBuilder, MicroBatch
 from megatron_llama.optim import Optimizer
-from megatron_llama.parallel import ParallelModel, Shard, context
+from megatron_llama.parallel import ParallelModel, Shard, context_parallel
 from megatron_llama.parallel.exact import gradients
 from megatron_llama.parallel.exact.sums import Tree
 from megatron_llama.parallel.pipeline import TokenTotals
@@ -244,17 +244,17 @@ def key_gradients_of_each_rank_alone(model: ParallelModel) -> None:
     def local(parts: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
         return tuple(x.permute(1, 2, 0, 3) for x in parts[dist.get_rank(group)].unbind(1))
 
-    context._reduce_scatter = local
+    context_parallel._reduce_scatter = local
 
 
 def documents_joined_at_a_chunk_boundary(model: ParallelModel) -> None:
-    visible = context.AllGather.visible
+    visible = context_parallel.AllGather.visible
 
     def joined(self: Any, tokens: torch.Tensor, documents: Any, pattern: Any) -> Any:
         inputs = visible(self, tokens, documents, pattern)
         return inputs._replace(lengths=tuple((first + second, *rest) for first, second, *rest in inputs.lengths))
 
-    context.AllGather.visible = joined
+    context_parallel.AllGather.visible = joined
 
 
 def no_causal_mask(model: ParallelModel) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from megatron_llama.arch.names import Rectangle
+from megatron_llama.arch.hf_tp_mapping import Rectangle
 from megatron_llama.config import ModelConfig
 from megatron_llama.config.rope import rope_to_hf
 from megatron_llama.parallel import Shard

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import torch
 
-from megatron_llama.arch.names import Rectangle, Shape, TensorParallel, hf_shapes, rectangles
+from megatron_llama.arch.hf_tp_mapping import Rectangle, Shape, TensorParallel, hf_shapes, rectangles
 from megatron_llama.config import ModelConfig, load_config
 from megatron_llama.model.init import initial_values
 from megatron_llama.model.llama import BlockParts, Llama

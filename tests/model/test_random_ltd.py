@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_llama.arch.pattern import pattern_of
+from megatron_llama.arch.attention_pattern import pattern_of
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices.attention_inputs import AttentionInputs, Documents, dense_mask
 from megatron_llama.devices.kernels import Kernels

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_llama.arch.names import Rectangle
+from megatron_llama.arch.hf_tp_mapping import Rectangle
 from megatron_llama.checkpoint import state
 from megatron_llama.config.optimizers import OPTIMIZERS
 from megatron_llama.devices.kernels import EAGER, Kernels

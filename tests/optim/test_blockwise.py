@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_llama.arch.names import Rectangle
+from megatron_llama.arch.hf_tp_mapping import Rectangle
 from megatron_llama.checkpoint import state as contents
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import read_manifest

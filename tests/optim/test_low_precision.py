@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megatron_llama.arch.names import Rectangle
+from megatron_llama.arch.hf_tp_mapping import Rectangle
 from megatron_llama.config.optimizers import OPTIMIZERS
 from megatron_llama.devices.cpu.kernels import CpuKernels
 from megatron_llama.devices.cuda.kernels import CudaKernels

@@ -16,7 +16,7 @@ from megatron_llama.devices import kernels as plain_kernels
 from megatron_llama.devices.cpu import kernels as cpu_kernels
 from megatron_llama.devices.cpu.kernels import CHUNK
 from megatron_llama.optim.adam import Bf16GradientAdam
-from megatron_llama.optim.norm import gradient_norm, parameter_norm
+from megatron_llama.optim.gradient_norm import gradient_norm, parameter_norm
 from megatron_llama.optim.optimizer import build_schedule, decays
 from megatron_llama.parallel import Shard
 from megatron_llama.plan import Plan

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-from megatron_llama.arch.pattern import Pattern
+from megatron_llama.arch.attention_pattern import Pattern
 from megatron_llama.devices import torch_attention
 from megatron_llama.devices.attention_inputs import Documents, build_attention_inputs, dense_mask, masked
 from megatron_llama.optim import build_optimizer

@@ -14,8 +14,8 @@ from megatron_llama.devices.cpu import kernels
 from megatron_llama.devices.cpu.device import Cpu
 from megatron_llama.parallel import ParallelModel, assembly, data_parallel
 from megatron_llama.plan import Plan
+from megatron_llama.plan.build_steps import applied_steps, build_steps
 from megatron_llama.plan.plan import COPIES, SHARDS
-from megatron_llama.plan.steps import applied_steps, build_steps
 from tests.compiled import needs_compiler
 from tests.layouts.table import DROPPING
 from tests.oracle import CPU, make_plan, rank_batches, rank_groups, rank_model, run_layout, worst

@@ -15,21 +15,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
-from megatron_llama.arch.names import Rectangle
-from megatron_llama.arch.pattern import Lengths, Pattern
+from megatron_llama.arch.attention_pattern import Lengths, Pattern
+from megatron_llama.arch.hf_tp_mapping import Rectangle
 from megatron_llama.arch.shapes import padded_vocab_size
 from megatron_llama.devices.attention_inputs import Documents, dense_mask
 from megatron_llama.devices.torch_attention import tiles_backward, tiles_forward
 from megatron_llama.model import loss
 from megatron_llama.model.llama import _apply, parallel_linear
 from megatron_llama.model.loss import IN_PLACE, Head, LossSpec, fused_softmax
+from megatron_llama.parallel.compiling import traceable_matmul
+from megatron_llama.parallel.context_division import chunk_work, divide
 from megatron_llama.parallel.groups import Groups
 from megatron_llama.parallel.parallelize import mcore_config
 from megatron_llama.parallel.replicated_gradients import ReplicatedGradients
 from megatron_llama.parallel.shards import Shard
-from megatron_llama.parallel.tensor import traceable_matmul
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.topology import Topology, chunk_work, divide
+from megatron_llama.topology import Topology
 from tests.config.helpers import make
 from tests.oracle import rank_groups
 from tests.ranks import run_ranks

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.launch.rank import describe
-from megatron_llama.system import limits
+from megatron_llama.system import ulimits
 from megatron_llama.system.command import ArgumentParser
 from tests.paths import ROOT
 from tests.processes import DEFAULTS, run_command
@@ -213,11 +213,11 @@ def test_a_run_with_too_little_memory_ends_before_torch(option: str) -> None:
     ],
 )
 def test_an_error_that_a_limit_explains(error: Exception, option: str, limited: dict[int, int]) -> None:
-    assert limits.explain_limit(error) is None, "without a limit it is another fault"
-    kind = limits._LIMITS[option][0]
+    assert ulimits.explain_limit(error) is None, "without a limit it is another fault"
+    kind = ulimits._LIMITS[option][0]
     assert kind is not None
     limited[kind] = TINY[option]
-    message = limits.explain_limit(error)
+    message = ulimits.explain_limit(error)
     assert message is not None and f"ulimit {option} " in message and f"Type ulimit {option} unlimited" in message
     report = describe(error)
     assert (report.code, report.text) == (1, message)
@@ -226,17 +226,17 @@ def test_an_error_that_a_limit_explains(error: Exception, option: str, limited: 
 def test_other_errors_are_not_explained_by_a_limit(limited: dict[int, int]) -> None:
     """A crash names small limits."""
     limited.update({resource.RLIMIT_AS: TINY["-v"], resource.RLIMIT_NPROC: 60_000})
-    assert limits.explain_limit(ValueError("wrong")) is None and limits.explain_limit(RuntimeError("")) is None
+    assert ulimits.explain_limit(ValueError("wrong")) is None and ulimits.explain_limit(RuntimeError("")) is None
     del limited[resource.RLIMIT_AS]
-    assert limits.explain_limit(MemoryError()) is None, "the usual limit of processes is no limit of memory"
+    assert ulimits.explain_limit(MemoryError()) is None, "the usual limit of processes is no limit of memory"
     limited[resource.RLIMIT_STACK] = 8 << 20
-    assert limits.explain_crash() == "" and limits.check_run() is None
+    assert ulimits.explain_crash() == "" and ulimits.check_run() is None
     limited[resource.RLIMIT_STACK] = TINY["-s"]
-    assert "ulimit -s 64 (0.0625 MiB of stack)" in limits.explain_crash()
+    assert "ulimit -s 64 (0.0625 MiB of stack)" in ulimits.explain_crash()
 
 
 def test_a_run_may_open_many_files() -> None:
-    program = "import resource; from megatron_llama.system.limits import raise_file_limit; raise_file_limit()"
+    program = "import resource; from megatron_llama.system.ulimits import raise_file_limit; raise_file_limit()"
     line = f"ulimit -Sn 99; ulimit -Hn 999; {sys.executable} -c '{program}; print(resource.getrlimit(7))'"
     done = run_command("bash", "-c", line)
     assert done.stdout == "(999, 999)\n" and resource.RLIMIT_NOFILE == 7

@@ -13,7 +13,7 @@ import pytest
 from megatron_llama.system.programs import program_files
 from megatron_llama.tools.compile.cli import main as compile_ahead
 from megatron_llama.tools.doctor.cli import main as doctor
-from megatron_llama.tools.forecast.step_time import goodput
+from megatron_llama.tools.forecast.goodput import goodput
 from megatron_llama.tools.pipeline.cli import main as pipeline
 from megatron_llama.tools.plan.cli import main as plan
 from megatron_llama.tools.plan.forecast_run import forecast_run

@@ -23,12 +23,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_llama.devices import Device, Peak, device_named, processor
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES
 from megatron_llama.system.errors import MachineError
-from megatron_llama.train import peak as module
+from megatron_llama.train import peak_flops as module
 from megatron_llama.train.console import StepPrinter
 from megatron_llama.train.loss_curve import draw_run
 from megatron_llama.train.metrics import EVERY_STEP, SOME_STEPS, MetricsLogger
 from megatron_llama.train.metrics_file import MetricsFile, read_metrics, read_run_records, truncate_after
-from megatron_llama.train.peak import PEAK_FILE, find_peak
+from megatron_llama.train.peak_flops import PEAK_FILE, find_peak
 from megatron_llama.train.sinks import tag_of
 from tests.golden import GoldenFiles
 from tests.oracle import CPU

@@ -17,7 +17,7 @@ from megatron_llama.checkpoint.manifest import Manifest, read_manifest
 from megatron_llama.config import ConfigError
 from megatron_llama.data.batches import build_data
 from megatron_llama.data.mock import MockDataset
-from megatron_llama.data.sample_stream import SampleStream
+from megatron_llama.data.pretraining_samples import SampleStream
 from megatron_llama.devices import get_device
 from megatron_llama.parallel import ParallelModel, build_model, process_groups
 from megatron_llama.plan import Plan

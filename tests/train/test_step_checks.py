@@ -11,7 +11,7 @@ import torch
 from megatron_llama import devices
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.data.batches import Batches, Data
-from megatron_llama.data.sample_stream import SampleStream
+from megatron_llama.data.pretraining_samples import SampleStream
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel

@@ -23,7 +23,7 @@ from megatron_llama.config import ConfigError, ModelConfig, Problem
 from megatron_llama.config.rope import equal_values
 from megatron_llama.config.settings_table import get
 from megatron_llama.corpus.blend import MEGATRON
-from megatron_llama.data.record import Record
+from megatron_llama.data.resume_record import Record
 from megatron_llama.plan import Plan
 
 _ORDER = ("trainer.seed", "data.seq_length", "data.split")

@@ -17,7 +17,7 @@ import torch
 
 from megatron_llama.arch.checkpoint_formats import COMMON, RANKS, TORCH_DIST, rank_folders
 from megatron_llama.arch.foreign_names import MEGATRON_TOP, Names, megatron_names
-from megatron_llama.arch.names import Shape
+from megatron_llama.arch.hf_tp_mapping import Shape
 from megatron_llama.checkpoint.foreign.dcp_files import DcpFolder, open_dcp
 from megatron_llama.checkpoint.foreign.source_settings import read_arguments, read_group, read_run_config
 from megatron_llama.checkpoint.foreign.tensors import (

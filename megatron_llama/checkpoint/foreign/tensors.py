@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_llama.arch.foreign_names import HEADS, VOCAB_ENDS, Names, TensorPart, whole_run
-from megatron_llama.arch.names import EMBEDDING, Shape
+from megatron_llama.arch.hf_tp_mapping import EMBEDDING, Shape
 from megatron_llama.checkpoint.rank_files import STATES
 from megatron_llama.checkpoint.stored_tensors import (
     WEIGHT_DTYPES,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron_llama.devices.base import INDUCTOR, Device, LazyModule, Peak
 from megatron_llama.devices.processor import best_matmul_rate, processor
-from megatron_llama.system.limits import usable_cores
+from megatron_llama.system.ulimits import usable_cores
 
 if TYPE_CHECKING:
     import torch

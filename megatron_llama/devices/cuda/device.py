@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_llama.arch.pattern import Pattern, fits_varlen
+from megatron_llama.arch.attention_pattern import Pattern, fits_varlen
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices.base import INDUCTOR, Device, FaultCounts, LazyModule, Peak, async_tp_problem, device_index
 from megatron_llama.devices.cuda import fault_counters, flash_attention_3, flight_recorder

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_llama.arch.pattern import fits_varlen
+from megatron_llama.arch.attention_pattern import fits_varlen
 from megatron_llama.devices import torch_attention
 from megatron_llama.devices.attention_inputs import AttentionInputs
 from megatron_llama.devices.cuda import transformer_engine

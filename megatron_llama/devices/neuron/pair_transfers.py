@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
-from megatron_llama.devices.mcore import replace_p2p_ops
+from megatron_llama.devices.mcore_patches import replace_p2p_ops
 from megatron_llama.topology import Topology
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megatron_llama.devices.attention_inputs import AttentionInputs
 from megatron_llama.devices.kernels import EAGER, AttentionKernels
-from megatron_llama.model.norm import RMSNorm
 from megatron_llama.model.recompute import recomputable
-from megatron_llama.parallel.context import DividedInputs, Ulysses
+from megatron_llama.model.rms_norm import RMSNorm
+from megatron_llama.parallel.context_parallel import DividedInputs, Ulysses
 from megatron_llama.parallel.exact.linear import Context
 from megatron_llama.parallel.exact.matmuls import aligned
 from megatron_llama.parallel.exact.sums import Total, Tree, add_pairs
@@ -45,7 +45,7 @@ class ExactNorm(RMSNorm):
 
 
 class _ExactNormalize(torch.autograd.Function):
-    """Norms of model/norm.py by ``mean``, with the weight's gradient summed over tokens as integers.
+    """Norms of model/rms_norm.py by ``mean``, with the weight's gradient summed over tokens as integers.
 
     The weight has the shape of the dimensions that the norm covers.
     """

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_llama.arch.blocks import Rows, span_length
+from megatron_llama.arch.exact_blocks import Rows, span_length
 from megatron_llama.model.llama import ColumnLinear, RowLinear
-from megatron_llama.parallel.context import to_natural_order
+from megatron_llama.parallel.context_division import zigzags
+from megatron_llama.parallel.context_parallel import to_natural_order
 from megatron_llama.parallel.exact.matmuls import ALL, aligned, product
 from megatron_llama.parallel.exact.sums import Total, Tree
-from megatron_llama.topology import zigzags
 
 Output = tuple[Tensor, Tensor | None]
 """(output, bias that the caller adds), as megatron-core's layers return."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from megatron_llama.arch.adapters import (
+from megatron_llama.arch.lora_targets import (
     adapted_modules,
     is_named,
     layer_adapters,

@@ -21,7 +21,7 @@ from megatron_llama import cli
 from megatron_llama.config import Config, ConfigError
 from megatron_llama.launch.environment import ProcessContext, process_context
 from megatron_llama.launch.job_store import LaunchFailed
-from megatron_llama.launch.join import join, secret_of_job
+from megatron_llama.launch.other_launchers import join, secret_of_job
 from megatron_llama.launch.run_dir import choose_run_dir
 from megatron_llama.launch.ssh import run_on_hosts
 from megatron_llama.launch.start import LocalRanks, start_ranks

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_llama.arch.adapters import layer_adapters
-from megatron_llama.arch.names import MAGNITUDE
+from megatron_llama.arch.hf_tp_mapping import MAGNITUDE
+from megatron_llama.arch.lora_targets import layer_adapters
 from megatron_llama.arch.shapes import (
     QK_NORMS,
     ROW_PARALLEL,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.arch.shapes import head_dim
-from megatron_llama.plan.job import Job
+from megatron_llama.plan.forecast_job import Job
 from megatron_llama.plan.memory import layer_activations
 from megatron_llama.tools.forecast.hardware import HardwareSpec
 
@@ -39,6 +39,8 @@ LOSS_BYTES = 24
 HOST_BANDWIDTH = 25e9
 """Host memory bandwidth of each of eight ranks, bytes/s: 200 GB/s, as eight channels of DDR4-3200. Not fitted: no
 published run states the time of an optimizer on the host."""
+COPY_TO_HOST = 20e9
+"""Bytes/s from a device to its host's memory (PCIe 4 x16: 25 GB/s). Training waits for these copies."""
 LOW_PRECISION = ("fp8", "fp4")
 """Formats to which GEMM inputs are cast."""
 
@@ -409,53 +411,6 @@ def all_reduce(size: float, ranks: int, stride: int, device: HardwareSpec, const
     outside = ranks * stride > device.per_node
     start = constants["latency.network"] if outside else constants["latency.node"]
     return start + 2 * (ranks - 1) / ranks * size / bandwidth
-
-
-# Goodput: the share of a run's time that failures and checkpoints leave.
-COPY_TO_HOST = 20e9
-"""Bytes/s from a device to its host's memory (PCIe 4 x16: 25 GB/s). Training waits for these copies."""
-
-
-@dataclass(frozen=True)
-class Goodput:
-    """Shares of a run's time, and the checkpoint interval."""
-
-    useful: float
-    """Share of steps that are not lost."""
-    waiting: float
-    """Share in which training waits for checkpoints."""
-    lost: float
-    """Share of repeated steps and restarts."""
-    interval: float
-    """Seconds between checkpoints."""
-    failures_a_day: float
-
-
-def goodput(
-    devices: int,
-    checkpoint_bytes_a_device: float,
-    *,
-    failure_hours: float,
-    restart_seconds: float,
-    write_seconds: float,
-    interval: float | None = None,
-) -> Goodput:
-    """Return the goodput of a run.
-
-    Args:
-        failure_hours: mean hours between failures of one device.
-        restart_seconds: from a failure to the first new step.
-        write_seconds: duration of a checkpoint write, concurrent with training.
-        interval: seconds between checkpoints. None: the optimum sqrt(2 * wait / rate) (Young 1974, Daly 2006), at least
-            ``write_seconds``.
-    """
-    rate = devices / (failure_hours * 3600)
-    wait = max(0.1, checkpoint_bytes_a_device / COPY_TO_HOST)
-    every = interval or max(math.sqrt(2 * wait / rate), write_seconds)
-    waiting = wait / every
-    # A failure costs the restart, half an interval, and the newest checkpoint if its write was incomplete.
-    lost = min(1.0, rate * (restart_seconds + every / 2 + write_seconds / 2))
-    return Goodput(max(0.0, (1 - waiting) * (1 - lost)), waiting, lost, every, rate * 86400)
 
 
 # Fitted constants: constants.json, written by `python -m benchmarks fit_planner`.

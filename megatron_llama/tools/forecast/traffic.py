@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_llama.arch.names import MAGNITUDE
+from megatron_llama.arch.hf_tp_mapping import MAGNITUDE
 from megatron_llama.arch.shapes import (
     FUSED,
     KV_HEADS,
@@ -450,7 +450,7 @@ def _reductions(plan: Plan, sizes: list[int]) -> Iterator[tuple[str, TrafficKey,
 
 
 def _rectangle_sizes(plan: Plan, parameter: Parameter, tp_rank: int) -> list[int]:
-    """Return the values of each rectangle of a Hugging Face tensor in a trained parameter (arch/names.py).
+    """Return the values of each rectangle of a Hugging Face tensor in a trained parameter (arch/hf_tp_mapping.py).
 
     Rows that pad the vocabulary are in none.
     """

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     _check(arguments, problems)
     is_known = True
     if arguments.lm_eval is not None:
-        from megatron_llama.tools.inference.harness_tasks import find_tasks
+        from megatron_llama.tools.inference.lm_eval_tasks import find_tasks
 
         is_known = problems.collect(find_tasks, arguments.lm_eval, arguments.include_path) is not None
     return run_task(arguments, partial(_task, is_known), problems, needs_tokenizer=arguments.dataset is None)
@@ -125,7 +125,7 @@ def _task(is_known: bool, arguments: argparse.Namespace, opened: OpenedModel, pr
     elif arguments.lm_eval is None:
         made = records_task(arguments, opened, problems)
     elif is_known:
-        from megatron_llama.tools.inference.harness import harness_task
+        from megatron_llama.tools.inference.lm_eval_model import harness_task
 
         made = harness_task(arguments, opened, problems)
     if made is None:
@@ -171,7 +171,7 @@ def describe(report: dict[str, Any]) -> str:
         results = f"perplexity {report['perplexity']:.4f}, {shown}, loss {report['loss']:.6f}"
         return f"{results}, over {report['tokens']:,} tokens"
     if "lm_eval" in report:
-        from megatron_llama.tools.inference.harness_tasks import describe_results
+        from megatron_llama.tools.inference.lm_eval_tasks import describe_results
 
         return describe_results(report)
     skipped = sum(report["skipped"].values())

@@ -20,12 +20,13 @@ from megatron_llama.devices import get_device
 from megatron_llama.model.llama import Llama
 from megatron_llama.parallel import process_groups
 from megatron_llama.parallel.assembly import plain_parts
-from megatron_llama.parallel.context import Division, divided_parts
+from megatron_llama.parallel.context_division import Division
+from megatron_llama.parallel.context_parallel import divided_parts
 from megatron_llama.parallel.parallelize import mcore_config
 from megatron_llama.parallel.shards import shards_of
 from megatron_llama.plan import Plan
 from megatron_llama.tools.inference.kv_cache import DividedCache, KVCache
-from megatron_llama.tools.inference.sampling import Sampling
+from megatron_llama.tools.inference.sampling import Sampling, filter_probabilities, penalize
 from megatron_llama.tools.inference.saved_model import SavedModel
 from megatron_llama.train.sample_text import draw
 
@@ -285,26 +286,3 @@ def choose(
     if used is not None:
         used.scatter_(-1, chosen[:, None], True)
     return chosen
-
-
-def penalize(logits: torch.Tensor, penalty: float, used: torch.Tensor) -> torch.Tensor:
-    """Divide positive logits of ``used`` ids by the penalty and multiply negative ones (arXiv:1909.05858)."""
-    return torch.where(used, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-def filter_probabilities(probabilities: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Zero the probabilities [..., vocabulary] outside top_k, top_p and min_p. Of equal ones, lower ids stay.
-
-    Rounding changes only whether the last id, or ids as likely as the last one, stay.
-    """
-    if not sampling.top_k and sampling.top_p >= 1 and not sampling.min_p:
-        return probabilities
-    descending, ids = probabilities.sort(dim=-1, descending=True, stable=True)
-    retained = descending >= sampling.min_p * descending[..., :1]
-    if sampling.top_k:
-        descending[..., sampling.top_k :] = 0
-    if sampling.top_p < 1:
-        before = descending.cumsum(-1) - descending
-        before[..., 0] = -1  # the likeliest id stays
-        retained &= before < sampling.top_p * descending.sum(-1, keepdim=True)
-    return torch.zeros_like(probabilities).scatter(-1, ids, torch.where(retained, descending, 0.0))

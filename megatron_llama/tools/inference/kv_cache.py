@@ -17,14 +17,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_llama import devices
-from megatron_llama.arch.pattern import pattern_of
+from megatron_llama.arch.attention_pattern import pattern_of
 from megatron_llama.arch.shapes import head_dim, kv_heads_per_rank
 from megatron_llama.config import ModelConfig
 from megatron_llama.devices.attention_inputs import AttentionInputs, is_visible
 from megatron_llama.model.inputs import BlockInputs
 from megatron_llama.model.llama import Attend, Llama
 from megatron_llama.model.rotary import rotary_table
-from megatron_llama.parallel.context import Division
+from megatron_llama.parallel.context_division import Division
 
 
 class LayerCache:
@@ -142,8 +142,8 @@ class KVCache:
         return BlockInputs(rotary, visible)
 
 
-# Caches that are divided over context-parallel ranks: a prompt is divided as in training (parallel/context.py). Each
-# rank keeps the keys and values of its part, so a prompt may need more memory than one rank has. All ranks compute the
+# Caches that are divided over context-parallel ranks: a prompt is divided as in training (context_division.py). Each
+# rank keeps the keys and values of its part, so a prompt may need more memory than a rank has. All ranks compute the
 # tokens after the prompt and store the keys and values of every cp-th of them. Their attention is computed from each
 # rank's keys and merged. With a sliding window, the keys of the whole prompt are kept.
 _EMPTY = -1

@@ -1,4 +1,4 @@
-"""Sampling settings of flags and of generation_config.json, and texts that end an answer."""
+"""Sampling: its settings, from flags and generation_config.json, and its filters; texts that end an answer."""
 
 from __future__ import annotations
 
@@ -117,6 +117,29 @@ def describe(fields: Mapping[str, Any]) -> str:
     if fields.get("greedy"):
         fields = {name: value for name, value in fields.items() if name == "repetition_penalty"} | {"greedy": ""}
     return ", ".join(f"{name.replace('_', '-')} {value}".strip() for name, value in fields.items())
+
+
+def penalize(logits: torch.Tensor, penalty: float, used: torch.Tensor) -> torch.Tensor:
+    """Divide positive logits of ``used`` ids by the penalty and multiply negative ones (arXiv:1909.05858)."""
+    return (logits / penalty).where(logits > 0, logits * penalty).where(used, logits)
+
+
+def filter_probabilities(probabilities: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Zero the probabilities [..., vocabulary] outside top_k, top_p and min_p. Of equal ones, lower ids stay.
+
+    Rounding changes only whether the last id, or ids as likely as the last one, stay.
+    """
+    if not sampling.top_k and sampling.top_p >= 1 and not sampling.min_p:
+        return probabilities
+    descending, ids = probabilities.sort(dim=-1, descending=True, stable=True)
+    retained = descending >= sampling.min_p * descending[..., :1]
+    if sampling.top_k:
+        descending[..., sampling.top_k :] = 0
+    if sampling.top_p < 1:
+        before = descending.cumsum(-1) - descending
+        before[..., 0] = -1  # the likeliest id stays
+        retained &= before < sampling.top_p * descending.sum(-1, keepdim=True)
+    return probabilities.scatter(-1, ids, descending.where(retained, 0.0))
 
 
 class StopTexts:

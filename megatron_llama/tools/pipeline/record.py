@@ -27,7 +27,7 @@ from megatron_llama.devices import HOST, get_device
 from megatron_llama.launch.world import find_world
 from megatron_llama.parallel import build_model, open_device, process_groups
 from megatron_llama.plan import Plan
-from megatron_llama.plan.job import job_of_plan
+from megatron_llama.plan.forecast_job import job_of_plan
 from megatron_llama.tools.common import MOCK_RUN
 from megatron_llama.tools.forecast.hardware import find_device
 from megatron_llama.tools.forecast.step_time import StepModel, load_constants

@@ -29,7 +29,7 @@ from megatron_llama.devices import HOST, Device, get_device
 from megatron_llama.launch.world import find_world
 from megatron_llama.model.loss import LossSpec
 from megatron_llama.model.loss import _LinearCrossEntropy as LinearCrossEntropy
-from megatron_llama.model.norm import RMSNorm
+from megatron_llama.model.rms_norm import RMSNorm
 from megatron_llama.model.rotary import rotary_table, rotate
 from megatron_llama.parallel import process_groups
 from megatron_llama.plan import Plan

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_llama.arch.pattern import pattern_of
+from megatron_llama.arch.attention_pattern import pattern_of
 from megatron_llama.model.inputs import BlockInputs
 from megatron_llama.model.llama import Llama
 from megatron_llama.plan import Plan

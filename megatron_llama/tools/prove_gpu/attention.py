@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_llama.arch.pattern import Pattern
+from megatron_llama.arch.attention_pattern import Pattern
 from megatron_llama.devices import Device, get_device
 from megatron_llama.devices.attention_inputs import Documents, dense_mask, masked
 

@@ -15,7 +15,7 @@ from megatron_llama.config.data_settings import split_weights
 from megatron_llama.config.settings import DataConfig, DeviceConfig, TrainerConfig
 from megatron_llama.config.stored import NAME, checkpoint_folder, read_values, stored_steps
 from megatron_llama.corpus.blend import BlendTimeline, segments_from_json
-from megatron_llama.launch.starts import STARTS_FILE, Start, read_starts
+from megatron_llama.launch.start_log import STARTS_FILE, Start, read_starts
 from megatron_llama.launch.world import World
 from megatron_llama.plan.format_plan import PLAN_FILE
 from megatron_llama.system.files import read_json, read_whole

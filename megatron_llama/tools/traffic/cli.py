@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from megatron_llama import cli
-from megatron_llama.arch.adapters import layer_kinds
+from megatron_llama.arch.lora_targets import layer_kinds
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan, layout_lines

@@ -12,7 +12,7 @@ from megatron_llama.config.settings import Config
 from megatron_llama.devices import HOST, find_device
 from megatron_llama.plan import Plan
 from megatron_llama.plan.choices import is_large
-from megatron_llama.plan.job import job_of_plan
+from megatron_llama.plan.forecast_job import job_of_plan
 from megatron_llama.plan.memory import USABLE
 from megatron_llama.system.tables import GIB, gib, plural
 from megatron_llama.tools.forecast.hardware import HardwareSpec, devices

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_llama.arch.blocks import attention_rows, mlp_rows, num_blocks
+from megatron_llama.arch.exact_blocks import attention_rows, mlp_rows, num_blocks
 from megatron_llama.config import ModelConfig
-from megatron_llama.optim.norm import _exact_norm
+from megatron_llama.optim.gradient_norm import _exact_norm
 from megatron_llama.parallel.exact import matmuls
 from megatron_llama.parallel.exact.layers import Heads
 from megatron_llama.parallel.exact.matmuls import ALL, product

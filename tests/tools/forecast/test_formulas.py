@@ -14,7 +14,7 @@ from megatron_llama import cli
 from megatron_llama.config.settings import DEVICES, ModelConfig
 from megatron_llama.devices import INDUCTOR, NAMES, device_named
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.plan.job import Job, job_of_plan
+from megatron_llama.plan.forecast_job import Job, job_of_plan
 from megatron_llama.plan.memory import States, footprint, layer_activations, microbatches_in_flight
 from megatron_llama.tools.forecast.hardware import devices, find_device
 from megatron_llama.tools.forecast.step_time import StepTime, kernel_count, load_constants, step_time

@@ -33,7 +33,7 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1")
 import lm_eval.evaluator  # noqa: E402  before the forks
 import lm_eval.models.huggingface  # noqa: E402
 
-from megatron_llama.tools.inference import harness, harness_tasks  # noqa: E402
+from megatron_llama.tools.inference import lm_eval_model, lm_eval_tasks  # noqa: E402
 
 NAMES = ("local_choice", "local_text", "local_answer")
 WORDS = "the cat sat on mat a dog and Hello answer question é 😀".split()
@@ -136,7 +136,7 @@ def ours(
     def work(generator: Generator, tokenizer: Tokenizer) -> Any:
         builder = None if chat is None else PromptBuilder(tokenizer, TrainedTemplate(chat))
         evaluate_tasks = partial(samples, tasks=tasks, **settings)
-        return harness.run_harness(generator, tokenizer, batch_size, evaluate_tasks, builder)
+        return lm_eval_model.run_harness(generator, tokenizer, batch_size, evaluate_tasks, builder)
 
     return on_ranks(folder, work, tp, cp)[0]
 
@@ -192,7 +192,7 @@ def test_the_text_of_a_named_template_has_its_ids(base: Path, name: str) -> None
     except ConfigError:
         assert name == "chatml", "needs control tokens that this tokenizer lacks"
         return
-    model = harness.HarnessModel(None, tokenizer, 1, builder)
+    model = lm_eval_model.HarnessModel(None, tokenizer, 1, builder)
     assert model.tok_encode(model.apply_chat_template(messages)) == ids
     prefilled = model.apply_chat_template([*messages, {"role": "assistant", "content": "Hello"}], False)
     assert model.tok_encode(prefilled) == builder.ids(messages, "Hello")
@@ -260,10 +260,10 @@ def test_invalid_tasks_are_reported_together(base: Path, tasks: Path, tmp_path: 
 
 def test_groups_have_scores_and_each_task_is_run_once(tasks: Path) -> None:
     (tasks / "group.yaml").write_text(json.dumps({"group": "local_group", "task": ["local_choice", "local_text"]}))
-    loaded = harness_tasks.load_tasks("local_group,local_answer", tasks)
-    assert [task.task_name for task in harness_tasks.leaves(loaded)] == list(NAMES)
+    loaded = lm_eval_tasks.load_tasks("local_group,local_answer", tasks)
+    assert [task.task_name for task in lm_eval_tasks.leaves(loaded)] == list(NAMES)
     with pytest.raises(ConfigError, match="write each task once"):
-        harness_tasks.load_tasks("local_group,local_text", tasks)
+        lm_eval_tasks.load_tasks("local_group,local_text", tasks)
 
 
 def test_a_continuation_without_room_ends_all_ranks(base: Path) -> None:
@@ -271,7 +271,7 @@ def test_a_continuation_without_room_ends_all_ranks(base: Path) -> None:
 
     def work(generator: Generator, tokenizer: Tokenizer) -> Any:
         with pytest.raises(ConfigError, match="a continuation has"):
-            harness.run_harness(generator, tokenizer, 1, lambda model: model.loglikelihood(requests))
+            lm_eval_model.run_harness(generator, tokenizer, 1, lambda model: model.loglikelihood(requests))
         return True
 
     assert on_ranks(base, work, tp=2, stops=False) == [True, True]
@@ -279,9 +279,9 @@ def test_a_continuation_without_room_ends_all_ranks(base: Path) -> None:
 
 def test_numbers_of_numpy_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     results = {"results": {"some": {"acc,none": np.int64(3)}}, "config": {"device": object()}}
-    monkeypatch.setattr(harness, "simple_evaluate", lambda *_, **__: results)
+    monkeypatch.setattr(lm_eval_model, "simple_evaluate", lambda *_, **__: results)
     model = SimpleNamespace(truncated=0, chat=None)
-    assert harness.evaluate_tasks(model, [], None, None) == {"results": {"some": {"acc,none": 3}}, "truncated": 0}
+    assert lm_eval_model.evaluate_tasks(model, [], None, None) == {"results": {"some": {"acc,none": 3}}, "truncated": 0}
 
 
 def test_datasets_that_cannot_be_loaded_are_named(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_datasets_that_cannot_be_loaded_are_named(tmp_path: Path) -> None:
         task = {"task": name, "test_split": "test", **TASKS["local_text"], **files}
         (tmp_path / f"{name}.yaml").write_text(json.dumps(task))
     with pytest.raises(ConfigError) as error:
-        harness_tasks.load_tasks("here,there", tmp_path)
+        lm_eval_tasks.load_tasks("here,there", tmp_path)
     message = " ".join(str(error.value).split())
     assert len(error.value.problems) == 2
     assert "dataset someone/some_dataset cannot be loaded" in message and "HF_HOME" in message
@@ -315,7 +315,7 @@ def test_generation_settings_are_honoured_or_rejected(settings: dict[str, Any], 
         task_name="some",
         get_config={"output_type": "generate_until", "generation_kwargs": {"until": ["\n"], **settings}}.get,
     )
-    problems = harness_tasks.task_problems([task], 128)
+    problems = lm_eval_tasks.task_problems([task], 128)
     assert [text in problem.rule for problem in problems] == ([True] if text else [])
 
 
@@ -325,7 +325,7 @@ def test_sampled_answers_differ_between_repeats(base: Path) -> None:
     requests = [SimpleNamespace(args=("the cat", settings))] * 4
 
     def work(generator: Generator, tokenizer: Tokenizer) -> Any:
-        return harness.run_harness(generator, tokenizer, 1, lambda model: model.generate_until(requests))
+        return lm_eval_model.run_harness(generator, tokenizer, 1, lambda model: model.generate_until(requests))
 
     (answers,), (repeated,) = (on_ranks(base, work, stops=False) for _ in range(2))
     assert answers == repeated and len(set(answers)) == 4

@@ -18,7 +18,7 @@ import pytest
 from megatron_llama.cli import parse_overrides
 from megatron_llama.config import to_yaml
 from megatron_llama.corpus.blend import BlendTimeline
-from megatron_llama.launch.starts import Start
+from megatron_llama.launch.start_log import Start
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import format_plan
 from megatron_llama.tools.report import curves

@@ -1,9 +1,8 @@
 """Context parallelism: each rank has a part of every sequence, and attention communicates the other parts.
 
-``topology.divide`` gives each rank chunks of every sequence, so that tokens and attention work are equal on all ranks.
-The order is zig-zag. With all_gather and several documents in a sequence, the chunks' attention work decides. Norms,
-matmuls and the loss of a token need no other token. Gradients of weights are sums over tokens, so ``fully_shard`` sums
-them over cp as over dp. Attention has two backends (``trainer.cp_comm``):
+context_division.py gives each rank chunks of every sequence. Norms, matmuls and the loss of a token need no other
+token. Gradients of weights are sums over tokens, so ``fully_shard`` sums them over cp as over dp. Attention has two
+backends (``trainer.cp_comm``):
 
     all_gather  gathers keys and values (Llama 3, arXiv:2407.21783, section 3.3.2); their gradients are reduce-scattered
     ulysses     exchanges heads for tokens (Jacobs et al. 2023, arXiv:2309.14509): a rank attends over whole sequences
@@ -14,7 +13,7 @@ With all_gather, the backward pass gathers keys and values once more: a rank sav
 head per rank, and copies kv heads if there are fewer than ranks.
 
 ``divided_parts`` replaces the input builder of a chunk and the attention of its blocks. Inputs of whole sequences
-(``InputBuilder.whole``) are computed by each rank alone. ``Division`` divides sequences for inference.
+(``InputBuilder.whole``) are computed by each rank alone.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single
 
-from megatron_llama.arch.pattern import CAUSAL, Lengths, Pattern
+from megatron_llama.arch.attention_pattern import CAUSAL, Lengths, Pattern
 from megatron_llama.config import ModelConfig
 from megatron_llama.devices import torch_attention
 from megatron_llama.devices.attention_inputs import AttentionInputs, Documents
@@ -36,9 +35,10 @@ from megatron_llama.devices.kernels import AttentionKernels
 from megatron_llama.model.inputs import BlockInputs, InputBuilder
 from megatron_llama.model.llama import BlockParts
 from megatron_llama.model.random_ltd import Subsets
+from megatron_llama.parallel.context_division import Chunks, divide, local_chunks, position_index, zigzags
 from megatron_llama.parallel.groups import Groups
 from megatron_llama.plan import Plan
-from megatron_llama.topology import Topology, divide, zigzags
+from megatron_llama.topology import Topology
 
 
 class DividedInputs(NamedTuple):
@@ -46,10 +46,6 @@ class DividedInputs(NamedTuple):
 
     of_whole: AttentionInputs | None
     """Visible keys in whole sequences, for the backend."""
-
-
-Chunks = tuple[range, ...]
-"""Positions of a rank's tokens in the sequences."""
 
 
 class Backend(Protocol):
@@ -107,8 +103,8 @@ class DividedInputBuilder(InputBuilder):
         Some RoPE scalings depend on the length of a sequence, to which padding does not count.
         """
         lengths = documents.lengths if documents is not None and self._backend.by_documents else None
-        chunks = self._topology.positions(tokens.shape[1] * self._topology.sizes["cp"], lengths, self.pattern)
-        local = _index(chunks, tokens.device)
+        chunks = local_chunks(self._topology, tokens.shape[1] * self._topology.sizes["cp"], lengths, self.pattern)
+        local = position_index(chunks, tokens.device)
         positions = local[None] if documents is None else documents.positions().index_select(1, local)
         rotary = self.rotary(positions.clamp(max=unpadded - 1), unpadded)
         return BlockInputs(rotary, self.visible(tokens, documents), documents)
@@ -119,40 +115,8 @@ class DividedInputBuilder(InputBuilder):
         return DividedInputs(self._backend.visible(whole, documents, self.pattern))
 
 
-class Division:
-    """Division of whole sequences over the context-parallel ranks, for inference. Sequences are padded."""
-
-    def __init__(self, topology: Topology, group: dist.ProcessGroup) -> None:
-        self.topology, self.group = topology, group
-
-    def positions(self, length: int, device: torch.device) -> Tensor:
-        """Return the positions of this rank's tokens [s/cp], int64, in sequences padded from ``length`` tokens."""
-        unit = 2 * self.topology.sizes["cp"]
-        return _index(self.topology.positions(-(-length // unit) * unit), device)
-
-    def local(self, x: Tensor) -> Tensor:
-        """Return this rank's part [b, s/cp] of a tensor of whole sequences [b, s]. Padding is 0."""
-        positions = self.positions(x.shape[1], x.device)
-        return x.index_select(1, positions.clamp(max=x.shape[1] - 1)) * (positions < x.shape[1])
-
-    def local_index(self, index: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return (index among this rank's tokens [b], 0 if absent; whether this rank has it [b]) of positions [b]."""
-        matches = self.positions(length, index.device) == index[:, None]
-        return matches.long().argmax(1), matches.any(1)
-
-    def select(self, logits: Tensor, is_here: Tensor) -> Tensor:
-        """Return each row's logits [1, b, vocabulary/t] from the rank where ``is_here`` [b] holds. A collective."""
-        logits = torch.where(is_here[None, :, None], logits, 0.0)
-        dist.all_reduce(logits, group=self.group)
-        return logits
-
-
-def _index(chunks: Chunks, device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
-
-
 def to_natural_order(x: Tensor, division: Sequence[Chunks]) -> Tensor:
-    """Return parts of all ranks [cp, s/cp, ...] as sequences [s, ...]. ``division``: see ``topology.divide``."""
+    """Return parts of all ranks [cp, s/cp, ...] as sequences [s, ...]. ``division``: see ``divide``."""
     slices: dict[int, Tensor] = {}
     for part, chunks in zip(x, division, strict=True):
         starts = (chunk.start for chunk in chunks)

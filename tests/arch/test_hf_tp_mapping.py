@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_llama.arch.names import Rectangle, TensorParallel, hf_shapes, keep_rows, rectangles
+from megatron_llama.arch.hf_tp_mapping import Rectangle, TensorParallel, hf_shapes, keep_rows, rectangles
 from megatron_llama.arch.shapes import (
     FUSED,
     fused_rows,

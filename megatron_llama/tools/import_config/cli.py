@@ -26,10 +26,10 @@ from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import CONF_DIR, name_commands, option_name
 from megatron_llama.system.wrapping import WIDTH, escape_controls, wrap, wrap_command, wrap_lines
 from megatron_llama.tools.common import nest
-from megatron_llama.tools.import_nemo.engine import MOST_UNKNOWN, UNKNOWN, Conversion, KeyConversion, Kind
-from megatron_llama.tools.import_nemo.megatron import convert_script
-from megatron_llama.tools.import_nemo.nemo import convert
-from megatron_llama.tools.import_nemo.torchtitan import convert_toml
+from megatron_llama.tools.import_config.conversion import MOST_UNKNOWN, UNKNOWN, Conversion, KeyConversion, Kind
+from megatron_llama.tools.import_config.megatron import convert_script
+from megatron_llama.tools.import_config.nemo import convert
+from megatron_llama.tools.import_config.torchtitan import convert_toml
 from megatron_llama.topology import Grid
 
 STATUS = (

@@ -31,7 +31,7 @@ from megatron_llama.tools.inference.arguments import Measure, OpenedModel, Probl
 from megatron_llama.tools.inference.chat import PromptBuilder, open_prompt_builder, trained_stop_ids
 from megatron_llama.tools.inference.evaluation import continuation_scores
 from megatron_llama.tools.inference.generator import Answer, Generator
-from megatron_llama.tools.inference.harness_tasks import ARGUMENT, Generation, load_tasks, task_problems
+from megatron_llama.tools.inference.lm_eval_tasks import ARGUMENT, Generation, load_tasks, task_problems
 from megatron_llama.tools.inference.sampling import StopTexts
 from megatron_llama.tools.inference.saved_model import stop_ids
 

@@ -11,7 +11,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from megatron_llama.arch.adapters import layer_adapters, module_name
+from megatron_llama.arch.lora_targets import layer_adapters, module_name
 from megatron_llama.arch.shapes import (
     FUSED,
     KV_MODULES,

@@ -26,7 +26,7 @@ from megatron_llama.launch import rank
 from megatron_llama.launch import start as start_module
 from megatron_llama.launch.rank import Report, run_as_rank
 from megatron_llama.launch.start import run_here
-from megatron_llama.launch.starts import RESTART_COUNTS, STARTS_FILE, Start, log_end, log_start, read_starts
+from megatron_llama.launch.start_log import RESTART_COUNTS, STARTS_FILE, Start, log_end, log_start, read_starts
 from megatron_llama.plan import Plan
 from megatron_llama.system.phase import PhaseFile
 from megatron_llama.train.metrics_file import note_loaded_step

@@ -22,7 +22,7 @@ from megatron_llama.corpus.indexed_format import IndexedDataset, read_index
 from megatron_llama.corpus.splits import planned_timeline
 from megatron_llama.data import epoch_index
 from megatron_llama.data.epoch_index import make_epoch, open_epoch
-from megatron_llama.data.sample_stream import EndlessDataset, SampleStream, build_streams
+from megatron_llama.data.pretraining_samples import EndlessDataset, SampleStream, build_streams
 from megatron_llama.plan import Plan
 from megatron_llama.system.errors import machine_fault
 from tests.data.files import data_plan, epoch_texts, numbered, run_texts, text, write_indexed

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_llama.config.precision import EXCHANGE_BLOCK, exchanged_bytes
-from megatron_llama.parallel.exchange import FORMATS, GradientExchange, Hops, Int8, ReplicaAllReduce, WeightGather
+from megatron_llama.parallel.quantized_comm import FORMATS, GradientExchange, Hops, Int8, ReplicaAllReduce, WeightGather
 from tests.oracle import oracle, run_layout, worst
 from tests.ranks import run_ranks
 

@@ -9,8 +9,8 @@ calls differ:
     torch.zeros(..., device="cuda")    the schedules' token counter
 
 The real ``torch.cuda`` is unchanged. ``replace_p2p_ops`` replaces the transfers between pipeline stages, for process
-groups without send and recv. tests/devices/test_mcore.py checks that runs fail on a CPU without these patches. So a new
-CUDA call of megatron-core, which is not handled here, fails tests/layouts.
+groups without send and recv. tests/devices/test_mcore_patches.py checks that runs fail on a CPU without these patches.
+So a new CUDA call of megatron-core, which is not handled here, fails tests/layouts.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import yaml
 from megatron_llama.config.problems import ConfigError, Problem, format_value
 from megatron_llama.system.files import read_whole
 from megatron_llama.system.programs import CONF_DIR
-from megatron_llama.tools.import_nemo.engine import Conversion, Kind, is_count, load_tables
+from megatron_llama.tools.import_config.conversion import Conversion, Kind, is_count, load_tables
 
 MOST_BYTES, MOST_DOTS = 100_000, 500
 """Size of a file, and dots in one of its lines: the parser needs quadratic memory for a key with many dots."""

@@ -18,10 +18,10 @@ import pytest
 from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import format_value
-from megatron_llama.tools.import_nemo.cli import as_yaml, check, command_line, convert_source, format_listing, main
-from megatron_llama.tools.import_nemo.engine import Conversion
-from megatron_llama.tools.import_nemo.nemo import PRESETS, convert
-from megatron_llama.tools.import_nemo.read_script import ScriptError, read_script
+from megatron_llama.tools.import_config.cli import as_yaml, check, command_line, convert_source, format_listing, main
+from megatron_llama.tools.import_config.conversion import Conversion
+from megatron_llama.tools.import_config.nemo import PRESETS, convert
+from megatron_llama.tools.import_config.read_script import ScriptError, read_script
 from tests.data.files import train_tokenizer
 from tests.golden import GoldenFiles
 from tests.paths import CONF
@@ -66,7 +66,7 @@ def test_listing_config_and_command(source: str, capsys: pytest.CaptureFixture[s
     assert main([source, "-o", "out/ours.yaml", *overrides]) == status
     printed = capsys.readouterr().out
     page = printed + "\n" + Path("out/ours.yaml").read_text()
-    GoldenFiles.check(f"tools/import_nemo/{Path(source).stem}.txt", page)
+    GoldenFiles.check(f"tools/import_config/{Path(source).stem}.txt", page)
     commands = re.findall(r"python train\.py ((?:.*\\\n)*.*)", printed)
     short, equivalent = (load_config(shlex.split(text.replace("\\\n", " ")), CONF) for text in commands)
     equivalent.model.name, equivalent.data.name = short.model.name, short.data.name  # labels
@@ -210,7 +210,7 @@ def test_overrides() -> None:
         name, *overrides = line.split()
         source, base = bases[name]
         page += ["", line, *(f"    {text}" for text in differences(base, convert(source, overrides)))]
-    GoldenFiles.check("tools/import_nemo/overrides.txt", "\n".join(page[1:]))
+    GoldenFiles.check("tools/import_config/overrides.txt", "\n".join(page[1:]))
 
 
 def test_unsupported_keys_are_in_the_file() -> None:
@@ -284,7 +284,7 @@ def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:
         assert main([name, *words]) == 2, line
         page += f"$ {line}{'' if content is None else f' {content!r}'}\n{capsys.readouterr().err}\n"
         assert {path.name: path.read_text() for path in Path().iterdir()} == before, "nothing is written"
-    GoldenFiles.check("tools/import_nemo/refused.txt", page, {r"while constructing[^$]+column 1\n": "duplicate key\n"})
+    GoldenFiles.check("tools/import_config/refused.txt", page, {r"while construct[^$]+column 1\n": "duplicate key\n"})
 
 
 def test_experiments_by_name_and_by_path() -> None:
@@ -347,7 +347,7 @@ def test_original_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     shutil.copy(NEMO, "conf/theirs.yaml")
     monkeypatch.setenv("XLA_USE_BF16", "1")
     assert main([*THEIR_COMMAND.split(), "-o", "ours.yaml"]) == 0
-    GoldenFiles.check("tools/import_nemo/original_command.txt", capsys.readouterr().out + Path("ours.yaml").read_text())
+    GoldenFiles.check("tools/import_config/their_command.txt", capsys.readouterr().out + Path("ours.yaml").read_text())
     monkeypatch.setenv("XLA_USE_BF16", "0")
     assert convert_with(NEMO, "model.wrap_with_zero=false").settings["trainer.precision"] == "fp32"
     with pytest.raises(SystemExit) as stopped:

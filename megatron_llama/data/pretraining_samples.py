@@ -31,7 +31,7 @@ from megatron_llama.data.checks import check_data, check_ids
 from megatron_llama.data.epoch_index import Epoch, open_epoch
 from megatron_llama.data.graded_order import Graded, GradedSequences, Level, build_graded, group_seed, levels_of
 from megatron_llama.data.megatron_order import build_megatron
-from megatron_llama.data.record import Record, changes_reading, moved_datasets
+from megatron_llama.data.resume_record import Record, changes_reading, moved_datasets
 from megatron_llama.parallel.groups import raise_on_all_ranks, sync_errors
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import indexed_metrics

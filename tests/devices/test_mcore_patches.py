@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_llama.devices.mcore import PATCHED_MODULES, patch_mcore
+from megatron_llama.devices.mcore_patches import PATCHED_MODULES, patch_mcore
 from megatron_llama.parallel import groups
 from megatron_llama.parallel.parallelize import mcore_config
 from megatron_llama.plan import resolve

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_llama.config.problems import ConfigError, format_value
 from megatron_llama.config.settings import OFFLOADED, RECOMPUTE, Config
 from megatron_llama.config.settings_table import get
-from megatron_llama.plan.job import job_of_plan
+from megatron_llama.plan.forecast_job import job_of_plan
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.resolve import change_settings
 from megatron_llama.plan.stage_split import split_evenly

@@ -22,7 +22,7 @@ from megatron_llama.config.hf_config import read_hf_config, shape_from_hf, unsup
 from megatron_llama.config.problems import ConfigError, Problem, format_value
 from megatron_llama.config.text_checks import check_interpolations, names_secret
 from megatron_llama.system.files import check_yaml
-from megatron_llama.tools.import_nemo.engine import (
+from megatron_llama.tools.import_config.conversion import (
     Conversion,
     Kind,
     embedding_rows,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from megatron_llama.arch.adapters import adapted_modules
-from megatron_llama.arch.pattern import pattern_of
+from megatron_llama.arch.attention_pattern import pattern_of
+from megatron_llama.arch.lora_targets import adapted_modules
 from megatron_llama.arch.shapes import (
     FUSED,
     fused_matrix,
@@ -249,7 +249,7 @@ def _state_bytes(plan: Plan) -> float:
 
 
 def _exchanged(kind: str | None) -> float | None:
-    """Return the bytes per value in one of the formats of parallel/exchange.py."""
+    """Return the bytes per value in one of the formats of parallel/quantized_comm.py."""
     return None if kind is None else exchanged_bytes(kind, [EXCHANGE_BLOCK]) / EXCHANGE_BLOCK
 
 

@@ -16,7 +16,7 @@ from megatron_llama.config import ConfigError
 from megatron_llama.corpus.indexed_format import read_index
 from megatron_llama.data.batches import build_data
 from megatron_llama.data.megatron_order import build_megatron
-from megatron_llama.data.record import Record, differences, make_record
+from megatron_llama.data.resume_record import Record, differences, make_record
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import RunPosition
 from tests.data.files import data_plan, megatron_record, numbered, run_texts, text, write_indexed

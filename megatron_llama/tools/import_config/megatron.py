@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.config.problems import ConfigError, Problem
-from megatron_llama.tools.import_nemo.engine import (
+from megatron_llama.tools.import_config.conversion import (
     MOST_UNKNOWN,
     Conversion,
     Kind,
@@ -16,7 +16,7 @@ from megatron_llama.tools.import_nemo.engine import (
     is_count,
     load_tables,
 )
-from megatron_llama.tools.import_nemo.read_script import Command, ScriptError, read_script
+from megatron_llama.tools.import_config.read_script import Command, ScriptError, read_script
 
 _INTEGER, _NUMBER = re.compile(r"[-+]?\d{1,18}"), re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?")
 _TEXTS = ("--save", "--load", "--data-path", "--train-data-path", "--data-cache-path", "--tokenizer-model", "--split")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_llama.arch.attention_pattern import KeyRange, Keys, Pattern, pattern_of
 from megatron_llama.arch.flops import flops_per_token, matmul_parameters, mfu
-from megatron_llama.arch.pattern import KeyRange, Keys, Pattern, pattern_of
 from megatron_llama.arch.shapes import parameters
 from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import ModelConfig, load_config
@@ -18,7 +18,7 @@ from megatron_llama.config.hf_config import compare_shapes, shape_from_hf, unsup
 from megatron_llama.config.settings import SparseAttention
 from megatron_llama.data.batches import Batches
 from megatron_llama.plan import resolve
-from megatron_llama.plan.job import job_of_plan
+from megatron_llama.plan.forecast_job import job_of_plan
 from tests.oracle import RaggedSamples, make_plan
 from tests.paths import CONF
 

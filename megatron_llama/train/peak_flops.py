@@ -15,7 +15,7 @@ from megatron_llama.devices import Device, Peak
 from megatron_llama.parallel.groups import broadcast_from_rank_0, gather_objects
 from megatron_llama.plan import Plan
 from megatron_llama.system.files import read_json, write_atomically
-from megatron_llama.system.limits import usable_cores
+from megatron_llama.system.ulimits import usable_cores
 from megatron_llama.train.metrics_file import METRICS_FILE, read_run_records
 
 PEAK_FILE = "peak.json"

@@ -14,9 +14,9 @@ from megatron_llama import events
 from megatron_llama.launch.environment import ProcessContext, is_loopback
 from megatron_llama.launch.host_checks import check_start
 from megatron_llama.launch.job_store import SECRET, LaunchFailed, StoreLost, describe_lost_store
+from megatron_llama.launch.node_reports import NodeInfo, check_consistent, node_info, node_table
 from megatron_llama.launch.rank import CONSEQUENCE_DELAY_SECONDS, TRAIN, Entry, run_as_rank
 from megatron_llama.launch.rendezvous import ARRIVAL_LIMIT_SECONDS, Rendezvous
-from megatron_llama.launch.reports import NodeInfo, check_consistent, node_info, node_table
 from megatron_llama.launch.run_dir import (
     check_shared,
     claim_run_dir,
