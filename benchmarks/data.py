@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.results import ROOT, conditions
-from data_prep.lib.input_files import find_sources
-from data_prep.lib.sources import read_lines
+from data_prep.lib.find_inputs import find_sources
+from data_prep.lib.input_readers import read_lines
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import markdown_table

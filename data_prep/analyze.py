@@ -38,8 +38,8 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.lib.job import PrepareProgress, RunOptions, cores
 from data_prep.lib.pool import Pool
+from data_prep.lib.run_options import PrepareProgress, RunOptions, cores
 from megatron_llama.config.data_settings import MASK_SUFFIX
 from megatron_llama.corpus.difficulty_index import MANIFEST, documents_of, index_folder, read_unit, unit_count
 from megatron_llama.corpus.indexed_format import IndexedDataset, dataset_facts, same_dataset

@@ -113,7 +113,7 @@ def main() -> int:
     )
     parser.add_argument("--no-hashes", action="store_true", help="skip the sha256 checks, which are the slowest")
     args = parser.parse_args()
-    from data_prep.lib.dataset import find_problems, open_local, read_manifest
+    from data_prep.lib.output_files import find_problems, open_local, read_manifest
 
     dataset = open_local(args.prefix)
     manifest = read_manifest(dataset.prefix)

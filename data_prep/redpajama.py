@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from data_prep.lib.dataset import read_manifest
 from data_prep.lib.download import (
     URL_LIST,
     V2,
@@ -38,10 +37,11 @@ from data_prep.lib.download import (
     subset_of,
     write_conf,
 )
-from data_prep.lib.input_files import find_sources
-from data_prep.lib.job import RunOptions, add_bad_line_flag, cores
+from data_prep.lib.find_inputs import find_sources
 from data_prep.lib.next_command import blend_words, new_model_words, next_command
-from data_prep.lib.sets import TextOptions, make_text_set
+from data_prep.lib.output_files import read_manifest
+from data_prep.lib.run_options import RunOptions, add_bad_line_flag, cores
+from data_prep.lib.sft_and_text_sets import TextOptions, make_text_set
 from megatron_llama.config.data_settings import strip_compression
 from megatron_llama.config.hub import resolve_hub_name
 from megatron_llama.system.command import ArgumentParser

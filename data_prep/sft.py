@@ -22,11 +22,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from data_prep.lib.job import RunOptions, add_run_flags, add_token_flags, collect, reject
+from data_prep.lib.input_readers import PARTS, split_lines
 from data_prep.lib.next_command import next_training
-from data_prep.lib.records import FORMATS
-from data_prep.lib.sets import ExampleOptions, find_record_files, make_sft_set
-from data_prep.lib.sources import PARTS, split_lines
+from data_prep.lib.record_formats import FORMATS
+from data_prep.lib.run_options import RunOptions, add_run_flags, add_token_flags, collect, reject
+from data_prep.lib.sft_and_text_sets import ExampleOptions, find_record_files, make_sft_set
 from megatron_llama.config.settings import CHAT_TEMPLATES, LABEL_TEMPLATES
 from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import UserError, run_main

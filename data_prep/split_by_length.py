@@ -26,9 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.lib.dataset import open_local, read_manifest
-from data_prep.lib.encoding_run import publish
 from data_prep.lib.next_command import blend_words, next_command
+from data_prep.lib.output_files import open_local, publish, read_manifest
 from megatron_llama.config.data_settings import MASK_SUFFIX, TEXT_SUFFIX
 from megatron_llama.corpus.indexed_format import IndexedDataset, write_index
 from megatron_llama.system.command import ArgumentParser

@@ -23,9 +23,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data_prep.lib.input_files import detect_keys, find_sources
+from data_prep.lib.find_inputs import detect_keys, find_sources
+from data_prep.lib.input_readers import Source, read_lines
 from data_prep.lib.next_command import next_command
-from data_prep.lib.sources import Source, read_lines
 from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import write_atomically

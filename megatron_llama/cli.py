@@ -235,7 +235,7 @@ def _run(
         raise ConfigError(problems)
     is_first = context is None or context.rank == 0
     if plan.raw_data_files and (config.dry_run or not world.hosts):  # hosts may have separate disks
-        from data_prep.lib.prepare_run import prepare_datasets
+        from data_prep.lib.prepare_at_start import prepare_datasets
 
         files, length = plan.raw_data_files, plan.config.data.length
         plan = world.plan(prepare_datasets(world.config, files, length, make=not config.dry_run, quiet=not is_first))

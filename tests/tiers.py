@@ -39,7 +39,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "data/test_finetuning_set.py::test_loss_is_per_learned_token_of_the_global_batch_in_every_layout": ("True",),
     "data_prep/test_file_kinds.py::test_pipes": ("fifo-False",),
-    "data_prep/test_parts.py::test_part_resumes_after_kill": (
+    "data_prep/test_join_parts.py::test_part_resumes_after_kill": (
         "in the part",
         "while it joins",
         "in the index",

@@ -45,8 +45,8 @@ def identity(args: argparse.Namespace) -> Iterator[str]:
     """Compare the output of each input file, and of all files as one dataset; yield a line for each."""
     import numpy as np
 
-    from data_prep.lib.input_files import find_sources
-    from data_prep.lib.sources import read_lines
+    from data_prep.lib.find_inputs import find_sources
+    from data_prep.lib.input_readers import read_lines
     from megatron_llama.text.tokenizer import read_sentencepiece
 
     processor = read_sentencepiece(Path(args.tokenizer_model))

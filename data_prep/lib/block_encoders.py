@@ -8,10 +8,10 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from data_prep.lib import records
 from data_prep.lib.blocks import BlockSegment, TextBlock, segment_lines
-from data_prep.lib.job import BadRecord, BlockResult, ChatFormat, PrepareJob
 from data_prep.lib.parquet_csv import bad_columns
+from data_prep.lib.record_formats import REPEATED_KEY, parse_line, parse_object, parse_record, parse_text, repeats_key
+from data_prep.lib.run_options import BadRecord, BlockResult, ChatFormat, PrepareJob
 from data_prep.lib.tokenizer_backends import Encoder, check_same
 from megatron_llama.config.data_settings import REJECTED
 from megatron_llama.config.settings import RENDERED
@@ -92,10 +92,10 @@ class TextEncoder(BlockEncoder[list[str]]):
 
     def parse(self, line: bytes, segment: BlockSegment, result: BlockResult) -> list[str]:
         if self.job.sources[segment.source].is_text:
-            return [records.parse_text(line)] * len(self.job.keys)
-        texts = records.parse_line(line, self.job.keys)
-        if records.repeats_key(line, self.job.keys):
-            result.notes[records.REPEATED_KEY] += 1
+            return [parse_text(line)] * len(self.job.keys)
+        texts = parse_line(line, self.job.keys)
+        if repeats_key(line, self.job.keys):
+            result.notes[REPEATED_KEY] += 1
         return texts
 
     def write(self, documents: list[list[str]], block: TextBlock, result: BlockResult) -> None:
@@ -135,7 +135,7 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[int]]]):
     """Encoder for fine-tuning. A document is (ids, loss mask); the two outputs are tokens and masks.
 
     A pair is one document: the chosen answer's tokens, then the rejected one's, whose masks have REJECTED added.
-    Masks of an answer with a label have its mark added (records.parse_unpaired).
+    Masks of an answer with a label have its mark added (``parse_unpaired``).
     """
 
     def __init__(self, job: PrepareJob, encoder: Encoder, chat: ChatFormat) -> None:
@@ -185,20 +185,20 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[int]]]):
     def _conversations(
         self, line: bytes, columns: Sequence[str] | None, has_columns: bool
     ) -> tuple[dict[int, Turns], TemplateContext, list[str]]:
-        """Return ``records.parse_record`` of a line; see ``_example``."""
+        """Return ``parse_record`` of a line; see ``_example``."""
         chat, template = self.chat, self.chat.labelled
         if columns is not None:
             assert template is not None, "sft.py requires --template for tables"
-            values = records.parse_text(line).removesuffix("\r").split("\t")
+            values = parse_text(line).removesuffix("\r").split("\t")
             return {0: labelled_turns(columns, values, template)}, NO_CONTEXT, []
-        record = records.parse_object(line)
+        record = parse_object(line)
         if template is not None and (has_columns or record.keys() >= {*template.fields}):
             texts = {name: "" if record.get(name) is None else str(record[name]) for name in template.fields}
             conversations = {0: labelled_turns([*texts], [*texts.values()], template)}
             context, notes = NO_CONTEXT, list[str]()
         else:
-            conversations, context, notes = records.parse_record(record, chat.format)
-        return conversations, context, [*notes, *([records.REPEATED_KEY] if records.repeats_key(line, record) else [])]
+            conversations, context, notes = parse_record(record, chat.format)
+        return conversations, context, [*notes, *([REPEATED_KEY] if repeats_key(line, record) else [])]
 
     def _encode(self, turns: Turns, context: TemplateContext, notes: list[str]) -> tuple[list[int], list[bool]]:
         """Return (ids, mask) of a conversation, and add to ``notes``. Raises RecordError."""

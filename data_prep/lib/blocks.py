@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from data_prep.lib.input_readers import Source, check_unchanged, read_chunks
 from data_prep.lib.parquet_csv import part_lines, part_sizes
-from data_prep.lib.records import BOM
-from data_prep.lib.sources import Source, check_unchanged, read_chunks
+from data_prep.lib.record_formats import BOM
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.object_store import RemotePath, is_url
 
@@ -29,6 +29,14 @@ class BlockPosition:
 
 
 START = BlockPosition()
+
+
+@dataclass(frozen=True)
+class InputRange:
+    """Input range [begin, end)."""
+
+    begin: BlockPosition
+    end: BlockPosition
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from data_prep.lib.input_files import find_sources
-from data_prep.lib.records import loads
-from data_prep.lib.sources import Source, read_lines
+from data_prep.lib.find_inputs import find_sources
+from data_prep.lib.input_readers import Source, read_lines
+from data_prep.lib.record_formats import loads
 from megatron_llama.config.data_settings import RAW_DATA_SUFFIXES, strip_compression
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import atomic_open, sha256_file, try_lock, write_atomically

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data_prep.lib.dataset import read_manifest
+from data_prep.lib.output_files import read_manifest
 from megatron_llama.config import ModelConfig
 from megatron_llama.config.data_settings import PREFERENCE_FORMATS, UNPAIRED, NewTokens
 from megatron_llama.config.hf_config import CONFIG

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from data_prep.lib.records import BOM, dump_texts
+from data_prep.lib.record_formats import BOM, dump_texts
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.installed import pip_install
 from megatron_llama.system.object_store import RemotePath, is_url

@@ -23,7 +23,7 @@ from typing import IO, Any
 import numpy as np
 
 from data_prep.lib.blocks import BlockPosition, TextBlock
-from data_prep.lib.job import BlockResult
+from data_prep.lib.run_options import BlockResult
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import try_lock, unlock, write_atomically
 

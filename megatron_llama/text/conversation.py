@@ -1,6 +1,6 @@
 """Turns of a conversation, their tools and calls, and errors of the records of fine-tuning datasets.
 
-data_prep/lib/records.py reads records. Lines of labeled tables become questions here.
+data_prep/lib/record_formats.py reads records. Lines of labeled tables become questions here.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ import pytest
 import sentencepiece
 
 from data_prep.lib.blocks import BlockPosition, cut_blocks, segment_lines
-from data_prep.lib.dataset import read_manifest
-from data_prep.lib.input_files import find_sources
-from data_prep.lib.sources import Source, read_lines
+from data_prep.lib.find_inputs import find_sources
+from data_prep.lib.input_readers import Source, read_lines
+from data_prep.lib.output_files import read_manifest
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.system.errors import run_main
 from megatron_llama.text.loss_spans import TextSpan

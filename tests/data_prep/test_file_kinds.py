@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from data_prep import preprocess, sft
-from data_prep.lib import parquet_csv, sources
-from data_prep.lib.encoding_run import split_input
-from data_prep.lib.input_files import find_sources
-from data_prep.lib.sources import read_lines
+from data_prep.lib import input_readers, parquet_csv
+from data_prep.lib.find_inputs import find_sources
+from data_prep.lib.input_readers import read_lines
+from data_prep.lib.join_parts import split_input
 from megatron_llama.system.errors import UserError
 from tests.data_prep.helpers import (
     arguments,
@@ -94,8 +94,8 @@ def test_each_format_gives_the_same_dataset(tmp_path: Path, make: Make, tokenize
 def test_every_block_end_is_a_resume_position(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest after each block's end is complete, also for Parquet with a single row group or none."""
     path = WRITERS[kind](tmp_path)
-    for largest in (sources.LARGEST_PART, 1):
-        monkeypatch.setattr(sources, "LARGEST_PART", largest)
+    for largest in (input_readers.LARGEST_PART, 1):
+        monkeypatch.setattr(input_readers, "LARGEST_PART", largest)
         assert [json.loads(line)["text"] for line in check_block_ends(path, (100, 3000, 1 << 20))] == TEXTS
 
 

@@ -22,10 +22,10 @@ import pytest
 import sentencepiece
 
 from data_prep import sft
-from data_prep.lib import records
-from data_prep.lib.input_files import find_sources
-from data_prep.lib.records import REPEATED_KEY, element_lines
-from data_prep.lib.sources import with_array
+from data_prep.lib import record_formats
+from data_prep.lib.find_inputs import find_sources
+from data_prep.lib.input_readers import with_array
+from data_prep.lib.record_formats import REPEATED_KEY, element_lines
 from megatron_llama.corpus import indexed_format
 from megatron_llama.corpus.indexed_format import token_dtype, write_index
 from megatron_llama.system.errors import UserError
@@ -352,9 +352,9 @@ def test_repeated_keys_are_counted(tmp_path: Path, preprocess: Run, tokenizer: P
 def test_dump_texts_without_orjson_is_identical(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "".join(map(chr, (*range(0x300), 0x2028, 0x2029, 0xFFFD, 0xFFFF, 0x1F642, 0x10FFFF)))
     examples = [{text: text, "": ""}, [text, "a"], {"a": "caf\udce9"}]
-    fast = [records.dump_texts(record) for record in examples]  # type: ignore[arg-type]
-    monkeypatch.setattr(records, "_fast_dumps", None)
-    assert [records.dump_texts(record) for record in examples] == fast  # type: ignore[arg-type]
+    fast = [record_formats.dump_texts(record) for record in examples]  # type: ignore[arg-type]
+    monkeypatch.setattr(record_formats, "_fast_dumps", None)
+    assert [record_formats.dump_texts(record) for record in examples] == fast  # type: ignore[arg-type]
     assert fast[2] == b'{"a":"caf\xe9"}'
 
 
@@ -364,12 +364,12 @@ def test_parsing_without_orjson_is_identical(monkeypatch: pytest.MonkeyPatch) ->
 
     def parsed(line: bytes) -> list[str] | tuple[str, str]:
         try:
-            return records.parse_line(line, ["text"])
+            return record_formats.parse_line(line, ["text"])
         except RecordError as bad:
             return bad.reason, bad.detail
 
     fast = [parsed(line) for line in lines]
-    monkeypatch.setattr(records, "loads", json.loads)
+    monkeypatch.setattr(record_formats, "loads", json.loads)
     assert [parsed(line) for line in lines] == fast
     assert fast[: len(good)] == [["aé\né"], [""], ["b"]]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from data_prep.lib.blocks import TextBlock
-from data_prep.lib.job import BlockResult
 from data_prep.lib.pool import Pool
+from data_prep.lib.run_options import BlockResult
 from megatron_llama.system.errors import MachineError
 from tests.data_prep.helpers import (
     GOOD,
@@ -45,12 +45,12 @@ PHASES = {
     "between a block's tokens and lengths": ("workspace.Workspace", "append", 10),
     "in a checkpoint": ("workspace.Workspace", "checkpoint", 3),
     "while the journal begins": ("workspace.Workspace", "_write_journal", 1),
-    "while the index is written": ("encoding_run", "write_index", 1),
-    "before the index's hash": ("encoding_run", "sha256_file", 1),
-    "before anything has its final name": ("encoding_run", "publish", 1),
-    "after the first rename": ("encoding_run.os", "replace", 3),
-    "after the second rename": ("encoding_run.os", "replace", 4),
-    "after the third rename": ("encoding_run.os", "replace", 5),
+    "while the index is written": ("output_files", "write_index", 1),
+    "before the index's hash": ("output_files", "sha256_file", 1),
+    "before anything has its final name": ("output_files", "publish", 1),
+    "after the first rename": ("output_files.os", "replace", 3),
+    "after the second rename": ("output_files.os", "replace", 4),
+    "after the third rename": ("output_files.os", "replace", 5),
     "before the work folder goes": ("workspace.Workspace", "remove", 1),
 }
 

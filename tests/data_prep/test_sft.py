@@ -10,9 +10,9 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from data_prep.lib import records
-from data_prep.lib.records import REPEATED_KEY
-from data_prep.lib.sets import ExampleOptions, build_chat_format
+from data_prep.lib import record_formats
+from data_prep.lib.record_formats import REPEATED_KEY
+from data_prep.lib.sft_and_text_sets import ExampleOptions, build_chat_format
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import (
     Jinja,
@@ -80,7 +80,7 @@ def test_every_record_is_accounted_for(folder: Path, tmp_path: Path) -> None:
 def test_a_fault_in_reading_is_one_bad_record(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "chat.jsonl"
     source.write_text("\n".join([GOOD[0], '{"question": "q", "answer": "a"}', GOOD[1]]) + "\n")
-    monkeypatch.setitem(records._READERS, "gsm8k", lambda record: record["answer"]["no"])
+    monkeypatch.setitem(record_formats._READERS, "gsm8k", lambda record: record["answer"]["no"])
     output_of(prepare(folder, source, tmp_path / "out", "--on-bad-line", "skip"))
     manifest = read(tmp_path / "out")[2]
     assert manifest["skipped"] == {"broken_record": 1} and manifest["documents_written"] == 2

@@ -16,8 +16,8 @@ import pytest
 import sentencepiece
 
 from data_prep import analyze, preprocess, split_by_length
-from data_prep.lib import job
-from data_prep.lib.dataset import find_problems, read_manifest
+from data_prep.lib import run_options
+from data_prep.lib.output_files import find_problems, read_manifest
 from data_prep.python_stdlib import split_source
 from data_prep.train_tokenizer import sample_sentences, train
 from megatron_llama.corpus.difficulty_index import MANIFEST, open_difficulty_index
@@ -147,9 +147,9 @@ def test_long_modules_are_cut_between_definitions_without_loss() -> None:
 
 def test_the_time_left_excludes_the_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
-    for module in (job, progress):
+    for module in (run_options, progress):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    with job.PrepareProgress(1000) as bar:
+    with run_options.PrepareProgress(1000) as bar:
         for seconds, done in ((60, 0), (100, 100), (131, 131), (162, 162)):  # 100 s until the first result
             now[0] = seconds
             bar.update(done, done * 10**6, done * 10**6)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import megatron_llama.train.run_rank  # noqa: F401  imported before the fork
 from benchmarks.verify.parity import fine_tuning_rows
 from data_prep import sft
-from data_prep.lib.sets import ExampleOptions, build_chat_format
+from data_prep.lib.sft_and_text_sets import ExampleOptions, build_chat_format
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.cli import main

@@ -13,9 +13,9 @@ from safetensors.torch import save as save_safetensors
 
 from data_prep.lib.block_encoders import BlockEncoder, ExampleEncoder, TextEncoder
 from data_prep.lib.blocks import START, cut_blocks
-from data_prep.lib.input_files import find_sources
-from data_prep.lib.job import ChatFormat, PrepareJob
-from data_prep.lib.sources import with_array
+from data_prep.lib.find_inputs import find_sources
+from data_prep.lib.input_readers import with_array
+from data_prep.lib.run_options import ChatFormat, PrepareJob
 from data_prep.lib.tokenizer_backends import load_encoder
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.foreign.describe import describe
@@ -129,7 +129,7 @@ def read_rank(case: Path) -> None:
 def read_dataset(case: Path) -> None:
     """Read a dataset as training, planning and inspect.py do."""
     from data_prep.inspect import counts, decoded, histogram
-    from data_prep.lib import dataset as datasets
+    from data_prep.lib import output_files
 
     prefix = str(case / "set")
     config = load_config(
@@ -142,10 +142,10 @@ def read_dataset(case: Path) -> None:
         index = IndexedDataset(prefix).index
         make_epoch(np.asarray(index.lengths), 0, len(index), 4, 1, 0)
     dataset = IndexedDataset(prefix)
-    manifest = datasets.read_manifest(prefix)
+    manifest = output_files.read_manifest(prefix)
     for line in [*counts(dataset, manifest), *histogram(dataset)]:
         line.encode()
-    if not list(datasets.find_problems(dataset, manifest, check_hashes=True)):
+    if not list(output_files.find_problems(dataset, manifest, check_hashes=True)):
         for number in range(len(dataset)):
             list(decoded(dataset, manifest, number, None, 100))
 

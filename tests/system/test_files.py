@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.lib.dataset import read_manifest as read_dataset_manifest
-from data_prep.lib.input_files import find_sources
+from data_prep.lib.find_inputs import find_sources
+from data_prep.lib.output_files import read_manifest as read_dataset_manifest
 from data_prep.lib.tokenizer_backends import load_encoder
 from megatron_llama.checkpoint.folder import read_pointer
 from megatron_llama.checkpoint.hf_folder import list_tensors

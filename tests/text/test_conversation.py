@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from data_prep.lib.records import parse_pair, parse_record, parse_turns
-from data_prep.lib.sets import ExampleOptions, build_chat_format
+from data_prep.lib.record_formats import parse_pair, parse_record, parse_turns
+from data_prep.lib.sft_and_text_sets import ExampleOptions, build_chat_format
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.text import sandbox
 from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, load_own_template

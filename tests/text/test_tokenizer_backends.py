@@ -186,8 +186,8 @@ def test_redpajama_mini_is_identical_in_every_subset(tmp_path: Path) -> None:
     folder = SHARED / "redpajama_mini"
     if not folder.exists():
         pytest.skip("the folder shared/ next to the repository is missing")
-    from data_prep.lib.input_files import find_sources
-    from data_prep.lib.sources import read_lines
+    from data_prep.lib.find_inputs import find_sources
+    from data_prep.lib.input_readers import read_lines
 
     for source in find_sources([str(folder)]).sources:
         texts: list[str] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from data_prep.lib.records import parse_record, parse_turns
+from data_prep.lib.record_formats import parse_record, parse_turns
 from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja
 from megatron_llama.text.conversation import (
     REASONING_OMITTED,

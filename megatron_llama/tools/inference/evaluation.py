@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from data_prep.lib.input_files import find_sources
-from data_prep.lib.sources import read_lines, with_array
+from data_prep.lib.find_inputs import find_sources
+from data_prep.lib.input_readers import read_lines, with_array
 from megatron_llama.config import Config, ConfigError, ModelConfig, Problem
 from megatron_llama.config.data_settings import MASK_SUFFIX, strip_compression
 from megatron_llama.config.rope import longest_sequence

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import data_prep.sft
-from data_prep.lib import prepare_run, records, sets
+from data_prep.lib import prepare_at_start, record_formats, sft_and_text_sets
 from megatron_llama import cli
 from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.config import settings as choices
@@ -36,11 +36,11 @@ TALKS = [("the cat sat", "on the mat"), ("a dog", "and a cat"), ("Hello", "answe
 
 
 def with_prepared(config: Config) -> Config:
-    return prepare_run.prepare_datasets(config, raw_data_files(config.data), config.data.length, make=True)
+    return prepare_at_start.prepare_datasets(config, raw_data_files(config.data), config.data.length, make=True)
 
 
 def with_finished(config: Config) -> Config:
-    return prepare_run.prepare_datasets(config, raw_data_files(config.data), config.data.length, make=False)
+    return prepare_at_start.prepare_datasets(config, raw_data_files(config.data), config.data.length, make=False)
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_a_bad_record_stops_the_start(base: Path, chat: Path, tmp_path: Path) ->
 
 
 def test_files_that_are_refused(base: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_run, "MAX_BYTES", 100)
+    monkeypatch.setattr(prepare_at_start, "MAX_BYTES", 100)
     for take in (with_prepared, with_finished):
         with pytest.raises(ConfigError, match=r"python\s+data_prep/sft.py\s+--input"):
             take(config_of(base, chat, cache=tmp_path))
@@ -203,26 +203,26 @@ def test_files_that_are_refused(base: Path, chat: Path, tmp_path: Path, monkeypa
 def test_each_choice_is_a_template() -> None:
     assert set(choices.CHAT_TEMPLATES) == {"own", *NAMED_TEMPLATES}
     assert set(choices.LABEL_TEMPLATES) == set(LABELLED)
-    assert {*choices.CHAT_FORMATS, choices.RENDERED} == set(records._READERS)
+    assert {*choices.CHAT_FORMATS, choices.RENDERED} == set(record_formats._READERS)
 
 
 def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare = sets.make_sft_set
+    prepare = sft_and_text_sets.make_sft_set
 
     def slowly(*arguments: Any) -> Any:
         wait_until(lambda: len(list(tmp_path.glob("looked*"))) == 2)  # the other process has found no dataset
         return prepare(*arguments)
 
-    try_lock = prepare_run.try_lock
+    try_lock = prepare_at_start.try_lock
 
     def looking(file: Any) -> bool | None:
         (tmp_path / f"looked{os.getpid()}").touch()
         return try_lock(file)
 
-    monkeypatch.setattr(prepare_run, "try_lock", looking)
-    monkeypatch.setattr(sets, "make_sft_set", slowly)
+    monkeypatch.setattr(prepare_at_start, "try_lock", looking)
+    monkeypatch.setattr(sft_and_text_sets, "make_sft_set", slowly)
     config = config_of(base, chat, cache=tmp_path / "cache")
-    (records,) = prepare_run._find_records(config, config.data, raw_data_files(config.data), [], [])
+    (records,) = prepare_at_start._find_records(config, config.data, raw_data_files(config.data), [], [])
     rest = records.folder.parent / f".{records.folder.name}.partial.elsewhere.1"  # leftover of a killed run
     rest.mkdir(parents=True)
 
@@ -285,7 +285,7 @@ def test_the_command_for_a_large_file_can_be_pasted(base: Path, tmp_path: Path, 
     (folder := tmp_path / "of the year 2026, it's").mkdir()
     file = folder / "my own chats.jsonl"
     file.write_text("{}\n")
-    monkeypatch.setattr(prepare_run, "MAX_BYTES", 1)
+    monkeypatch.setattr(prepare_at_start, "MAX_BYTES", 1)
     with pytest.raises(ConfigError) as error:
         with_finished(config_of(base, file, cache=tmp_path / "cache"))
     message = str(error.value)

@@ -25,7 +25,7 @@ from typing import IO, Any, BinaryIO
 import numpy as np
 
 from data_prep.lib.parquet_csv import is_columnar, part_lines, part_sizes, row_lines
-from data_prep.lib.records import BOM, element_lines
+from data_prep.lib.record_formats import BOM, element_lines
 from megatron_llama.config.data_settings import COLUMNAR_SUFFIXES, COMPRESSION_SUFFIXES, CSV_SUFFIXES, strip_compression
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import atomic_open, open_regular

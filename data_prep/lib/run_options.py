@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from data_prep.lib.sources import Source
+from data_prep.lib.input_readers import Source
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.progress import ProgressBar, duration
 from megatron_llama.system.ulimits import usable_cores

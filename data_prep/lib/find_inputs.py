@@ -13,10 +13,7 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
-from data_prep.lib.job import collect, reject
-from data_prep.lib.parquet_csv import is_columnar
-from data_prep.lib.records import BOM, loads, parse_line
-from data_prep.lib.sources import (
+from data_prep.lib.input_readers import (
     STDIN,
     Source,
     compression_of,
@@ -26,6 +23,9 @@ from data_prep.lib.sources import (
     read_chunks,
     unpack,
 )
+from data_prep.lib.parquet_csv import is_columnar
+from data_prep.lib.record_formats import BOM, loads, parse_line
+from data_prep.lib.run_options import collect, reject
 from megatron_llama.config.data_settings import RAW_DATA_SUFFIXES, TABLE_SUFFIXES, strip_compression
 from megatron_llama.config.hub import DATASET, download_hint, resolve_hub_name
 from megatron_llama.system.errors import UserError

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from data_prep import preprocess, sft
-from data_prep.lib.encoding_run import split_input
-from data_prep.lib.input_files import find_sources
+from data_prep.lib.find_inputs import find_sources
+from data_prep.lib.join_parts import split_input
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import wait_for_lock
 from tests.data_prep.helpers import (
@@ -104,11 +104,11 @@ def test_a_fine_tuning_set_in_parts(folder: Path, tmp_path: Path) -> None:
 PHASES = {
     "in the part": ("encoding_run.EncodingRun", "_take", 4),
     "before it is called done": ("workspace.Workspace", "close", 1),
-    "while it joins": ("dataset", "join_parts", 1),
-    "while the joined files grow": ("encoding_run", "_renumbered", 2),
-    "in the index": ("encoding_run", "write_index", 1),
-    "among the final names": ("encoding_run.os", "replace", 5),
-    "before the parts go": ("dataset", "remove_parts", 1),
+    "while it joins": ("prepare_dataset", "join_parts", 1),
+    "while the joined files grow": ("join_parts", "_renumbered", 2),
+    "in the index": ("output_files", "write_index", 1),
+    "among the final names": ("output_files.os", "replace", 5),
+    "before the parts go": ("prepare_dataset", "remove_parts", 1),
 }
 
 

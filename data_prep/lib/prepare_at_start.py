@@ -35,7 +35,7 @@ from megatron_llama.system.files import sha256_file, try_lock, user_cache, wait_
 from megatron_llama.system.wrapping import wrap
 
 if TYPE_CHECKING:
-    from data_prep.lib.sets import ExampleOptions
+    from data_prep.lib.sft_and_text_sets import ExampleOptions
 
 MAX_BYTES = 256 << 20
 """Maximum size of a raw data file. Larger files take minutes to prepare: use data_prep/sft.py."""
@@ -144,7 +144,7 @@ def _stamp(path: str) -> list[tuple[str, int, int]]:
     """Return ``RecordFile.stamp`` of a file or of a folder's files. Raises OSError, UserError."""
     files = [path]
     if os.path.isdir(path):
-        from data_prep.lib.input_files import find_sources
+        from data_prep.lib.find_inputs import find_sources
 
         files = [source.path for source in find_sources([path], text_suffixes=(), arrays=True).sources]
     status = [os.stat(file) for file in files]
@@ -230,7 +230,7 @@ def _prepare_once(records: RecordFile, data: DataConfig, quiet: bool) -> None:
 
 def _check(records: RecordFile, data: DataConfig) -> list[Problem]:
     """Return the problems that a run would find before it reads the records."""
-    from data_prep.lib.sets import build_chat_format, find_record_files
+    from data_prep.lib.sft_and_text_sets import build_chat_format, find_record_files
 
     examples, path = _examples(records, data), os.path.abspath(records.path)
     try:
@@ -241,7 +241,7 @@ def _check(records: RecordFile, data: DataConfig) -> list[Problem]:
 
 
 def _examples(records: RecordFile, data: DataConfig) -> ExampleOptions:
-    from data_prep.lib.sets import ExampleOptions
+    from data_prep.lib.sft_and_text_sets import ExampleOptions
 
     template = (data.template or None) if has_columns(records.path) else None
     chat = (data.chat_template, data.chat_template_kwargs, data.response_marker)
@@ -251,8 +251,8 @@ def _examples(records: RecordFile, data: DataConfig) -> ExampleOptions:
 
 def _prepare(records: RecordFile, data: DataConfig, temporary: Path) -> dict[str, Any]:
     """Prepare the dataset in ``temporary``, rename that folder, and return the manifest."""
-    from data_prep.lib.job import RunOptions
-    from data_prep.lib.sets import make_sft_set
+    from data_prep.lib.run_options import RunOptions
+    from data_prep.lib.sft_and_text_sets import make_sft_set
 
     temporary.mkdir()
     try:

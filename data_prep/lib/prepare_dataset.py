@@ -5,38 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data_prep.lib.blocks import START, BlockPosition
-from data_prep.lib.encoding_run import (
-    SUFFIXES,
-    EncodingRun,
-    FinishedPart,
-    InputRange,
-    PreparePart,
-    describe_differences,
-    finished_part,
-    join_parts,
-    publish,
-    quarantine_file,
-    read_finished,
-    remove_parts,
-    split_input,
-    summarize_run,
-    write_outputs,
-)
-from data_prep.lib.job import PrepareJob, RunOptions
+from data_prep.lib.blocks import START, BlockPosition, InputRange
+from data_prep.lib.encoding_run import EncodingRun, summarize_run
+from data_prep.lib.join_parts import FinishedPart, PreparePart, finished_part, join_parts, remove_parts, split_input
+from data_prep.lib.output_files import SUFFIXES, publish, quarantine_file, read_finished, write_outputs
+from data_prep.lib.run_options import PrepareJob, RunOptions
 from data_prep.lib.tokenizer_backends import Encoder, EncoderMismatch
 from data_prep.lib.workspace import KeyCounts, Ledger, Locked, Workspace, read_journal
-from megatron_llama.corpus.indexed_format import CHUNK, MASK_DTYPE, IndexedDataset, token_dtype
+from megatron_llama.corpus.indexed_format import MASK_DTYPE, token_dtype
 from megatron_llama.system.errors import MachineError, UserError
-from megatron_llama.system.files import read_json, read_whole, sha256_file, user_cache
-from megatron_llama.system.object_store import RemotePath, hide_credentials, is_url, location, missing_package
+from megatron_llama.system.files import read_whole, user_cache
+from megatron_llama.system.object_store import RemotePath, hide_credentials, is_url, missing_package
 from megatron_llama.system.tables import format_ranges
 
 MANIFEST_FORMAT = 1
@@ -353,104 +339,24 @@ class _Preparation:
         return manifest
 
 
-# Verification of an indexed dataset: every length, pointer, index, token id and hash.
-
-_KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("documents_read", "documents_written", "documents_skipped", "vocab_size"), (int,)),
-    **dict.fromkeys(("tokenizer", "tokenizer_sha256"), (str,)),
-    **dict.fromkeys(("options", "skipped"), (dict,)),
-    "eod": (int, type(None)),
+# Options that are digests, which name nothing to users.
+_CONTENTS = {
+    "input_state": "the content of the input",
+    "tokenizer_sha256": "the tokenizer",
+    "chat_template_sha256": "the chat template",
+    "chat_template_source": "the chat template",
 }
-"""Required keys of a manifest and their types."""
 
 
-def read_manifest(prefix: str) -> dict[str, Any] | None:
-    """Read PREFIX.json of preprocess.py or sft.py; return None if there is no manifest.
-
-    Raises:
-        UserError: The manifest is damaged or unreadable.
-    """
-    try:
-        manifest = read_json(location(prefix + ".json"))
-        if not isinstance(manifest, dict):
-            raise ValueError("not a JSON object")
-        for name, kinds in _KINDS.items():
-            if name not in manifest or type(manifest[name]) not in kinds:
-                raise ValueError(f"{name} is {str(manifest.get(name, 'missing'))[:60]}")
-        if not all(type(count) is int for count in manifest["skipped"].values()):
-            raise ValueError("skipped has values that are not counts")
-        if not isinstance(manifest.get("sha256", {}), dict):
-            raise ValueError("sha256 is not an object")
-        return manifest
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{prefix}.json is damaged: {error}") from None
-
-
-def open_local(prefix: str) -> IndexedDataset:
-    """Open a dataset for a tool that reads all of it. Raises UserError for an object store."""
-    if is_url(prefix):
-        raise UserError(f"{prefix} is in an object store: copy the dataset first")
-    return IndexedDataset(prefix)
-
-
-def find_problems(dataset: IndexedDataset, manifest: dict[str, Any] | None, check_hashes: bool) -> Iterator[str]:
-    """Yield one message per error in a dataset. Reads the files once, in chunks."""
-    index = dataset.index
-    itemsize = index.dtype.itemsize
-    end = 0
-    for start in range(0, len(index.lengths), CHUNK):
-        lengths = index.lengths[start : start + CHUNK].astype(np.int64)
-        if (lengths <= 0).any():
-            yield f"sequence {start + int(np.argmax(lengths <= 0))} has no tokens"
-        sizes = lengths * itemsize
-        wrong = index.pointers[start : start + CHUNK] != end + np.cumsum(sizes) - sizes
-        if wrong.any():
-            yield f"sequence {start + int(np.argmax(wrong))} does not start at the end of the previous one"
-        end += int(sizes.sum())
-    size = dataset.bin_size
-    if end != size:
-        yield f"{dataset.bin_path.name} has {size:,} bytes; the index requires {end:,}"
-    indices = index.document_indices
-    if not len(indices) or indices[0] != 0 or indices[-1] != len(index):
-        yield "the document indices do not run from 0 to the number of sequences"
-    for start in range(0, len(indices) - 1, CHUNK):
-        if (np.diff(indices[start : start + CHUNK + 1]) < 0).any():
-            yield "the document indices decrease"
-            break
-    if manifest is not None:
-        vocab_size = manifest["vocab_size"]
-        for start in range(0, len(dataset.tokens), CHUNK):
-            part = dataset.tokens[start : start + CHUNK]
-            if int(part.max()) >= vocab_size or int(part.min()) < 0:
-                where = start + int(np.argmax((part >= vocab_size) | (part < 0)))
-                yield f"token {where} is {int(dataset.tokens[where])}; the vocabulary has {vocab_size}"
-                break
-        yield from _against_manifest(dataset, manifest, check_hashes)
-
-
-def _against_manifest(dataset: IndexedDataset, manifest: dict[str, Any], check_hashes: bool) -> Iterator[str]:
-    index = dataset.index
-    written = int(np.count_nonzero(np.diff(index.document_indices)))
-    counts = {
-        "documents_written": written,
-        "documents_empty": len(dataset) - written,
-        "tokens": len(dataset.tokens),
-    }
-    for key, value in counts.items():
-        if manifest.get(key) != value:
-            yield f"{key} is {value:,}, {manifest.get(key)} in the manifest"
-    if manifest.get("eod") is not None and len(index):
-        ends = index.pointers // index.dtype.itemsize + index.lengths - 1
-        last = dataset.tokens[np.minimum(ends, len(dataset.tokens) - 1)]
-        if (last != manifest["eod"]).any():
-            yield f"non-empty document {int(np.argmax(last != manifest['eod']))} does not end with EOD"
-    if manifest.get("bos") is not None and len(index):
-        starts = index.pointers[index.lengths > 0] // index.dtype.itemsize
-        if (dataset.tokens[starts] != manifest["bos"]).any():
-            yield f"document {int(np.argmax(dataset.tokens[starts] != manifest['bos']))} does not begin with BOS"
-    for suffix, path in ((".bin", Path(str(dataset.bin_path))), (".idx", dataset.idx_path)):
-        expected = manifest.get("sha256", {}).get(suffix)
-        if check_hashes and expected and sha256_file(path) != expected:
-            yield f"{path.name} was changed: its sha256 differs from the manifest's"
+def describe_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Format the differences between two runs' options, one string each."""
+    changes = []
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key):
+            before, now = json.dumps(old.get(key)), json.dumps(new.get(key))
+            if key in _CONTENTS:
+                changes.append(f"{_CONTENTS[key]} changed")
+                continue
+            long = len(before) + len(now) > 200
+            changes.append(f"{key} differs" if long else f"{key} was {before} and is now {now}")
+    return changes

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_prep.lib.dataset import make_dataset
-from data_prep.lib.input_files import TEXT_SUFFIXES, InputFiles, detect_keys, find_sources, sample_texts
-from data_prep.lib.job import ChatFormat, PrepareJob, RunOptions, reject
-from data_prep.lib.sources import Source, header_of, with_array
+from data_prep.lib.find_inputs import TEXT_SUFFIXES, InputFiles, detect_keys, find_sources, sample_texts
+from data_prep.lib.input_readers import Source, header_of, with_array
+from data_prep.lib.prepare_dataset import make_dataset
+from data_prep.lib.run_options import ChatFormat, PrepareJob, RunOptions, reject
 from data_prep.lib.tokenizer_backends import Encoder, load_encoder
 from megatron_llama.config.data_settings import MASK_SUFFIX, TOKEN_SETTINGS, NewTokens, is_table, is_template_file
 from megatron_llama.config.hub import resolve_hub_name
@@ -38,7 +38,7 @@ class ExampleOptions:
     seq_length: int
     """Tokens per training sequence; an example has one more, used only as a label."""
     format: str = "auto"
-    """One of records.FORMATS."""
+    """One of record_formats.FORMATS."""
     template: str | None = None
     """One of LABEL_TEMPLATES: prompt of a labelled table's rows."""
     chat_template: str = "own"
