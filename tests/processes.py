@@ -49,12 +49,11 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run_command(
-    *words: str | Path, cwd: Path = TRAIN_PY.parent, timeout: float = 200, **variables: str
+    *words: str | Path, cwd: Path = TRAIN_PY.parent, timeout: float = 200, typed: str = "", **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, without a terminal and launcher variables."""
-    quiet = subprocess.DEVNULL
+    """Run a command to its end with ``typed`` on stdin, without a terminal and launcher variables."""
     env = environment(**variables)
-    return subprocess.run(words, cwd=cwd, env=env, stdin=quiet, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(words, cwd=cwd, env=env, input=typed, capture_output=True, text=True, timeout=timeout)
 
 
 DEFAULTS: dict[signal.Signals, Any] = {

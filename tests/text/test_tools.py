@@ -19,7 +19,7 @@ from megatron_llama.text.conversation import (
     check_control_tokens,
     parse_calls,
 )
-from tests.data_prep.helpers import LLAMA31, SPECIAL, shown
+from tests.data_prep.helpers import LLAMA31, QWEN25, SPECIAL, shown
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"name": "weather", "description": "Weather of a city.", "parameters": PARAMETERS}
@@ -132,22 +132,6 @@ def test_bad_tools(record: dict[str, Any]) -> None:
     assert refused.value.reason == "bad_tools"
 
 
-# The published behaviour of chat templates, with our own text, as LLAMA31.
-QWEN25 = """{%- if tools %}{{- '<|im_start|>system\\n<tools>' }}
-{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}{{- '\\n</tools><|im_end|>\\n' }}{%- endif %}
-{%- for message in messages %}
-{%- if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- elif message.role == 'assistant' %}{{- '<|im_start|>assistant' }}
-{%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
-{%- for call in message.tool_calls %}{%- set call = call.function %}
-{{- '\\n<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}{{- call.arguments | tojson }}
-{{- '}\\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\\n' }}
-{%- elif message.role == 'tool' %}
-{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
-{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}{%- endif %}
-{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 QWEN3 = """{%- set ns = namespace(last=0) %}{%- for message in messages %}{%- if message.role == 'user' %}
 {%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}""" + QWEN25.replace(
     "{%- if message.content %}{{- '\\n' + message.content }}{%- endif %}",
