@@ -129,7 +129,7 @@ def _derive_steps(config: Config, epochs: int) -> str:
     trainer.steps, trainer.epochs = batches.last_step_within(epochs * samples), None
     passes = f"{epochs} {plural(epochs, 'epoch')}"
     sizes = " to ".join(str(size) for size in dict.fromkeys((trainer.global_batch_size, batches.sizes[-1][1])))
-    return f"{passes} of {samples:,} sequences in batches of {sizes}: {trainer.steps:,} steps"
+    return f"{passes} of {samples:,} {plural(samples, 'sequence')} in batches of {sizes}: {trainer.steps:,} steps"
 
 
 def _derive_validation(config: Config) -> list[str]:
@@ -143,8 +143,7 @@ def _derive_validation(config: Config) -> list[str]:
         return []
     batches = trainer.val_steps or 1
     try:
-        parts = open_splits(data, 1)
-        if small := [part for part in parts if part.first == part.last]:
+        if small := [part for part in open_splits(data, 1) if part.first == part.last]:
             share = "data.validation_prefixes" if data.validation_prefixes else f"data.split={data.split}"
             return [f"no validation: {share} holds out none of the {len(small[0].index):,} examples"]
         if trainer.val_steps is None:

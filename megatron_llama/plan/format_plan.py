@@ -299,7 +299,8 @@ def _validation(plan: Plan) -> str:
     trainer, data = plan.config.trainer, plan.config.data
     every, shares = trainer.val_every_steps, [float(share) for share in data.split.split(",")]
     if not every or every > trainer.steps:
-        return f"off · trainer.val_every_steps={max(1, trainer.steps // 10)} turns it on"
+        hint = f" · trainer.val_every_steps={max(1, trainer.steps // 10)} turns it on"
+        return "off" if data.kind == "sft" and not every else f"off{hint}"  # sft: no examples are held out
     source = f"{100 * shares[1] / sum(shares):.3g} % of the data (data.split)"
     if data.validation_prefixes:
         names = [name for name in validation_sets(data) if name]

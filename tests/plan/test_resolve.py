@@ -220,6 +220,7 @@ LINES = {
         "trainer.val_every_steps=20",
         "trainer.val_every_steps=1 trainer.val_steps=1",
         "trainer.val_every_steps=20 data=python_stdlib data.split='90,10,0'",
+        "data=chat data.split='100,0,0'",
     ],
     "precision": [f"trainer.precision={name}" for name in PRECISIONS],
 }
