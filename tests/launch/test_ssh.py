@@ -42,12 +42,12 @@ NOTES_SECRET = """
 import os, pathlib
 from megatron_llama.launch import other_launchers
 from tests.ranks import foreign_threads
-read = join.secret_of_job
+read = other_launchers.secret_of_job
 def noted(context):
     secret = read(context)
     pathlib.Path({folder!r}, f"secret{{os.getpid()}}").write_text(secret)
     return secret
-join.secret_of_job = noted
+other_launchers.secret_of_job = noted
 threads = pathlib.Path({folder!r}, f"threads{{os.getpid()}}")
 os.register_at_fork(before=lambda: print(foreign_threads(), file=threads.open("a")))
 """
