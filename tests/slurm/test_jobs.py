@@ -154,7 +154,7 @@ def test_copies_in_memory_survive_a_lost_node(lab: Lab, tmp_path: Path) -> None:
     lab.set_up_memory()
     settings = [*LONG, f"trainer.steps={40 + 12 * KILLS}"]
     arguments = [*settings, f"checkpoint.memory_every_steps={every}", f"run.dir={folder}"]
-    arguments += [f"hook.on_event=cat >>{tmp_path}/events"]
+    arguments += [f"hook.on_event='cat >>{tmp_path}/events'"]
     # Slurm may requeue the job once more while a lost node returns.
     job = lab.submit(["--nodes=2", f"--chdir={tmp_path}/checkout"], arguments, MAX_RESTARTS=str(3 * KILLS))
     reached(job, folder, 1)
@@ -242,7 +242,7 @@ def test_launch_hosts_starts_ranks_on_other_nodes(lab: Lab, expected: list[float
     enter.chmod(0o755)
     command = ["taskset", "-c", "0", sys.executable, str(ROOT / "train.py"), *TINY, "trainer.steps=3"]
     command += ["launch.hosts=[n2,n3]", f"launch.ssh={enter}", f"run.dir={tmp_path}/run"]
-    command += [f"hook.on_event=cat >>{tmp_path}/events"]
+    command += [f"hook.on_event='cat >>{tmp_path}/events'"]
     done = run_command(*command, timeout=150, LAB=str(lab.home), PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "run") == expected
