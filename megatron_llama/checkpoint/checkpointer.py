@@ -107,8 +107,9 @@ class Checkpointer:
         plan = self._resume()
         # Last: a rejected start must not stop the run that writes to an object store.
         self.saver.writer = broadcast_from_rank_0(lambda: begin_writing(self.checkpoints, self.plan.run_dir))
-        if self.memory is not None:
-            self._report(self.memory.open(self._tensors(1, owned=False), self._resumed))
+        if (memory := self.memory) is not None:
+            self._report(memory.open(self._tensors(1, owned=False), self._resumed))
+            self.optimizer.inner.register_step_pre_hook(lambda *_: memory.hold_updates())
         return plan
 
     def _resume(self) -> Plan:

@@ -40,6 +40,7 @@ from megatron_llama.checkpoint.rank_files import (
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.stored import MEMORY_KEY
+from megatron_llama.devices.copy_stream import copy_stream, on_stream
 from megatron_llama.devices.private_folder import exposure, make_private
 from megatron_llama.parallel.groups import broadcast_from_rank_0, gather_objects, sync_errors
 from megatron_llama.system.files import read_json, write_atomically
@@ -121,6 +122,9 @@ class MemoryCopies:
         """Slot of this rank's newest copy."""
         self._buffers: dict[tuple[int, int], torch.Tensor] = {}
         """The mapped files, by rank and slot."""
+        self._stream = copy_stream(device, "copies in memory")
+        self._copied: torch.Event | None = None
+        """End of the device's last copy, until later work waits for it."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -198,7 +202,10 @@ class MemoryCopies:
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Rectangles], state: State) -> None:
-        """Copy the tensors. A thread hashes them and exchanges copies with other nodes. Call ``wait`` before."""
+        """Copy the tensors. A thread hashes them and exchanges copies with other nodes. Call ``wait`` before.
+
+        On an asynchronous device the copies overlap with the next step; call ``hold_updates`` before it changes them.
+        """
         slot = self._slot = 1 - self._slot
         self._file(self._rank, slot, ".json").unlink(missing_ok=True)
         parts, buffer = _in_order(tensors), self._buffers[self._rank, slot]
@@ -208,10 +215,14 @@ class MemoryCopies:
         for name, offset, part in parts:
             start = starts[part_key(name, offset)]
             copies.append((name, offset, buffer[start : start + part.nbytes].view(part.dtype).view(part.shape)))
-            copies[-1][2].copy_(part, non_blocking=True)
-        devices.of(self._device).synchronize()
+        with on_stream(self._stream):
+            for (*_, part), (*_, copy) in zip(parts, copies, strict=True):
+                copy.copy_(part, non_blocking=True)
+        copied = self._copied = None if self._stream is None else self._stream.record_event()
 
         def finish() -> None:
+            if copied is not None:
+                copied.synchronize()
             file = self._file(self._rank, slot).name
             chunks = [
                 (name, Chunk(file, starts[part_key(name, offset)], offset, tuple(copy.shape), hash_blocks(copy)))
@@ -227,6 +238,12 @@ class MemoryCopies:
             _wait(sent)
 
         self._run(finish)
+
+    def hold_updates(self) -> None:
+        """Let the device begin work that is launched later only when it has copied the tensors. The host goes on."""
+        if self._copied is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._copied)
+            self._copied = None
 
     def wait(self) -> None:
         """Wait until the copy in progress is complete. Raises its error."""

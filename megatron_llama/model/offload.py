@@ -10,8 +10,7 @@ On a CPU the host is the device: the copies are made, but no memory is saved.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from megatron_llama import devices
+from megatron_llama.devices.copy_stream import copy_stream, on_stream
 from megatron_llama.model.rotary import Rotary
 
 
@@ -33,7 +32,7 @@ class _HostCopy:
         self.original = StorageWeakRef(storage.untyped_storage())  # the reference keeps its number from other storages
         self.device_copy: Tensor | None = None
         self.host = torch.empty(storage.shape, dtype=storage.dtype, pin_memory=stream is not None)
-        with _on_stream(stream):
+        with on_stream(stream):
             self.host.copy_(storage, non_blocking=True)
         if stream is not None:
             storage.record_stream(stream)  # type: ignore[arg-type]  # not reused before the copy is done
@@ -41,7 +40,7 @@ class _HostCopy:
     def prefetch(self) -> None:
         """Start the copy to the device."""
         if self.device_copy is None:
-            with _on_stream(self.stream):
+            with on_stream(self.stream):
                 self.device_copy = _on_device(self.host, self.device)
 
     def get(self) -> Tensor:
@@ -74,7 +73,7 @@ class _BlockOffload:
     ) -> None:
         self.block, self.shared, self.before = block, shared, before
         self.copies: dict[tuple[int, torch.dtype], _HostCopy] = {}
-        self.device, self.stream = device, _copy_stream(device)
+        self.device, self.stream = device, copy_stream(device, "activations")
         self._on_device: set[int] | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | _SavedView:
@@ -137,24 +136,3 @@ def _on_device(host: Tensor, device: torch.device) -> Tensor:
 
 def _storage(tensor: Tensor) -> int:
     return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).untyped_storage()._cdata
-
-
-_streams: dict[torch.device, torch.Stream] = {}
-
-
-def _copy_stream(device: torch.device) -> torch.Stream | None:
-    """Return the stream for copies, None on a device without streams."""
-    if not devices.of(device).asynchronous:
-        return None
-    return _streams.setdefault(device, torch.Stream(device))
-
-
-@contextmanager
-def _on_stream(stream: torch.Stream | None) -> Iterator[None]:
-    """Run copies on ``stream``, after the work launched so far on the current stream."""
-    if stream is None:
-        yield
-        return
-    stream.wait_stream(torch.accelerator.current_stream(stream.device))
-    with stream:
-        yield

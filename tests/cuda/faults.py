@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_llama.checkpoint.memory_copies import MemoryCopies
 from megatron_llama.parallel import ParallelModel
 
 
@@ -29,6 +30,14 @@ def early_reuse() -> Iterator[None]:
     """Memory that a second stream still uses is free for the first one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+        yield
+
+
+@contextmanager
+def early_update() -> Iterator[None]:
+    """An update does not wait for the copy in memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryCopies, "hold_updates", lambda *_: None)
         yield
 
 
@@ -103,6 +112,7 @@ def hang() -> AbstractContextManager[None]:
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "missing event": missing_event,
     "early reuse": early_reuse,
+    "early update": early_update,
     "host read": host_read,
     "tensor on the CPU": tensor_on_the_cpu,
     "other order": other_order,

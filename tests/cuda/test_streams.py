@@ -99,3 +99,13 @@ def test_a_fault_stops_the_run(runtime: Runtime, tmp_path: Path, fault: str) -> 
     ranks, messages = STOPPED[fault]
     run = runtime.train(tmp_path, "trainer.steps=1", f"trainer.tp={ranks}", devices=ranks, **{FAULT: fault})
     assert run.status and all(message in run.output for message in messages), run.output[-2000:]
+
+
+@pytest.mark.slow
+def test_an_update_during_a_copy_in_memory_is_found(runtime: Runtime, tmp_path: Path) -> None:
+    settings = ("checkpoint.memory_every_steps=1", "trainer.steps=3")
+    correct = runtime.train(tmp_path, *settings, **{ACCESSES: "1"}).check()
+    assert not conflicts(correct.logs[0])
+    run = runtime.train(tmp_path / "fault", *settings, **{ACCESSES: "1", FAULT: "early update"}).check()
+    lines = conflicts(run.logs[0])
+    assert any("adam" in line and "copy" in line for line in lines), lines[:3]
