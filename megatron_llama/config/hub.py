@@ -174,8 +174,9 @@ def upload_folder(folder: Path, name: str) -> str:
 
 
 def _upload_problem(name: str, error: Exception) -> Problem:
-    instead = "write org/name of your account, and set HF_TOKEN to a token that may write"
-    return Problem("--push-to-hub", name, f"cannot be uploaded: {_reason(error)}", instead)
+    reason, instead = _reason(error), "write org/name of your account, and set HF_TOKEN to a token that may write"
+    instead = "unset HF_HUB_OFFLINE" if "HF_HUB_OFFLINE" in reason else instead
+    return Problem("--push-to-hub", name, f"cannot be uploaded: {reason}", instead)
 
 
 def _reason(error: Exception) -> str:
@@ -185,6 +186,7 @@ def _reason(error: Exception) -> str:
         "GatedRepoError": "its owner grants access: accept the terms on its page, and set HF_TOKEN",
         "RepositoryNotFoundError": "the hub has no such name, or it is private: set HF_TOKEN",
         "LocalTokenNotFoundError": "there is no token",
+        "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set",
         "RevisionNotFoundError": "it has no such revision",
         "LocalEntryNotFoundError": silent,
         "DryRunError": silent,

@@ -231,6 +231,9 @@ def test_a_folder_is_uploaded_as_one_private_commit(
     with pytest.raises(ConfigError, match="there is no token"):
         check_upload("org/new")
     monkeypatch.setenv("HF_TOKEN", "t")
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="is set(.|\n)*unset HF_HUB_OFFLINE"):
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
+        check_upload("org/new")
     server.token = "t"
     with pytest.raises(ConfigError, match="must be a hub name"):
         check_upload("new")

@@ -170,7 +170,7 @@ CONFLICTS: tuple[tuple[Feature | str, Feature | str, str], ...] = (
     ("data.schedule", "data.kind", "each epoch of fine-tuning reads all datasets"),
     ("data.document_mask", "data.kind", "packed examples never attend to each other"),
     ("data.eod_mask_loss", "data.kind", "fine-tuning datasets contain loss masks"),
-    ("data.format", PREFERENCES, "its records have a separate format"),
+    ("data.format", PREFERENCES, "the objective selects the format"),
     ("data.chat_template", TEXTS, "rendered chats need no template"),
     ("data.chat_template_kwargs", TEXTS, "rendered chats need no template"),
     ("data.template", TEXTS, "rendered chats need no template"),

@@ -182,7 +182,7 @@ class PromptBuilder:
     def turn_ids(self, turns: Sequence[Turn], answer: str | None = None) -> list[int]:
         """Return the ids of a prompt, as ``ids``, of turns with calls and results."""
         spans = self._spans(turns, answer)
-        with self._restated():
+        with self._restated(turns):
             ids = self._bos + encode_spans(spans, self.tokenizer, parse_special=isinstance(self._chat, Jinja))[0]
             if not ids:
                 raise RecordError("template_refuses", "its text has no token")
@@ -202,18 +202,19 @@ class PromptBuilder:
 
     def _spans(self, turns: Sequence[Turn], answer: str | None) -> list[TextSpan]:
         assert self._chat is not None
-        with self._restated():
+        with self._restated(turns):
             spans = self._chat.ask(turns, self.context)
         return spans if answer is None else [*spans, TextSpan(self._gap + answer, True)]
 
     @contextmanager
-    def _restated(self) -> Iterator[None]:
+    def _restated(self, turns: Sequence[Turn]) -> Iterator[None]:
         """Raise ConfigError in place of RecordError."""
         try:
             yield
         except RecordError as error:
             rule = f"the chat template {self.template} of {self.tokenizer.path} rejects this conversation ({error})"
-            instead = f"remove {'--tools or ' if self.context.tools else ''}--system, or use --prompt"
+            options = ["--tools"] * bool(self.context.tools) + ["--system"] * (turns[0].role == "system")
+            instead = " or ".join([f"remove {option}" for option in options] + ["use --prompt"])
             raise ConfigError([Problem(ARGUMENT, self.template, rule, instead)]) from None
 
     def parse_answer(self, ids: Sequence[int]) -> str:
