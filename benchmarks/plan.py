@@ -100,7 +100,7 @@ def _plan(overrides: tuple[str, ...]) -> Plan:
 
 def measured(plan: Plan, steps: int) -> list[float]:
     """Return the seconds of each step on the first rank."""
-    from megatron_llama.tools.steps import rank_results
+    from megatron_llama.tools.measured_steps import rank_results
 
     status, seconds = rank_results(plan, partial(_time_steps, steps))
     if status:
@@ -111,7 +111,7 @@ def measured(plan: Plan, steps: int) -> list[float]:
 def _time_steps(count: int, plan: Plan) -> list[float]:
     """Return the seconds of each step of a rank."""
     from megatron_llama.parallel import open_device
-    from megatron_llama.tools.steps import open_rank
+    from megatron_llama.tools.measured_steps import open_rank
 
     times = []
     with open_rank(plan, int(os.environ["RANK"]), *open_device(plan)) as steps:

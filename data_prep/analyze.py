@@ -18,7 +18,7 @@ if __package__ in (None, ""):  # run as a script: keep inspect.py in this folder
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
     import megatron_llama  # noqa: F401  (ends the program at Ctrl-C while it imports the rest)
-    from megatron_llama.system.installed import report_missing_packages
+    from megatron_llama.system.missing_packages import report_missing_packages
 
     report_missing_packages()
 
@@ -44,9 +44,9 @@ from megatron_llama.config.data_settings import MASK_SUFFIX
 from megatron_llama.corpus.difficulty_index import MANIFEST, documents_of, index_folder, read_unit, unit_count
 from megatron_llama.corpus.indexed_format import IndexedDataset, dataset_facts, same_dataset
 from megatron_llama.system import files
-from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import Stopped, UserError, run_main
 from megatron_llama.system.programs import name_commands
+from megatron_llama.system.rerun_command import ArgumentParser
 from megatron_llama.system.signals import handle_signals
 
 RARITY, LENGTH = "vocab_rarity", "length"

@@ -17,8 +17,8 @@ if __package__ in (None, ""):  # run as a script: keep inspect.py in this folder
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import UserError, run_main
+from megatron_llama.system.rerun_command import ArgumentParser
 
 if TYPE_CHECKING:
     from megatron_llama.corpus.indexed_format import IndexedDataset

@@ -24,8 +24,8 @@ from data_prep.lib.find_inputs import TEXT_SUFFIXES
 from data_prep.lib.next_command import next_training
 from data_prep.lib.run_options import RunOptions, add_run_flags, add_token_flags, collect, reject
 from data_prep.lib.sft_and_text_sets import TextOptions, make_text_set
-from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import run_main
+from megatron_llama.system.rerun_command import ArgumentParser
 
 UNSUPPORTED = {
     "split_sentences": "datasets hold documents. Remove the flag",

@@ -25,10 +25,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import atomic_open
 from megatron_llama.system.programs import name_commands
+from megatron_llama.system.rerun_command import ArgumentParser
 
 # Tests are repetitive, tables are generated, and installed packages differ between machines.
 SKIPPED_FOLDERS = {

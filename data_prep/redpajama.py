@@ -44,10 +44,10 @@ from data_prep.lib.run_options import RunOptions, add_bad_line_flag, cores
 from data_prep.lib.sft_and_text_sets import TextOptions, make_text_set
 from megatron_llama.config.data_settings import strip_compression
 from megatron_llama.config.hub import resolve_hub_name
-from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import CONF_DIR, OWN_CONF, conf_folders
+from megatron_llama.system.rerun_command import ArgumentParser
 
 DEFAULT_CONF = OWN_CONF / "data" / "prepared" / "redpajama.yaml"
 """conf/data/redpajama.yaml, which git tracks, includes this file."""

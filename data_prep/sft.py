@@ -28,9 +28,9 @@ from data_prep.lib.record_formats import FORMATS
 from data_prep.lib.run_options import RunOptions, add_run_flags, add_token_flags, collect, reject
 from data_prep.lib.sft_and_text_sets import ExampleOptions, find_record_files, make_sft_set
 from megatron_llama.config.settings import CHAT_TEMPLATES, LABEL_TEMPLATES
-from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.object_store import hide_credentials, is_url
+from megatron_llama.system.rerun_command import ArgumentParser
 
 
 def parser() -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ if __package__ in (None, ""):  # run as a script: keep inspect.py in this folder
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
     import megatron_llama  # noqa: F401  (ends the program at Ctrl-C while it imports the rest)
-    from megatron_llama.system.installed import report_missing_packages
+    from megatron_llama.system.missing_packages import report_missing_packages
 
     report_missing_packages()
 
@@ -30,9 +30,9 @@ from data_prep.lib.next_command import blend_words, next_command
 from data_prep.lib.output_files import open_local, publish, read_manifest
 from megatron_llama.config.data_settings import MASK_SUFFIX, TEXT_SUFFIX
 from megatron_llama.corpus.indexed_format import IndexedDataset, write_index
-from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import FolderTaken, scratch_folder, sha256_file, write_atomically
+from megatron_llama.system.rerun_command import ArgumentParser
 from megatron_llama.system.tables import text_table
 
 

@@ -26,9 +26,9 @@ from pathlib import Path
 from data_prep.lib.find_inputs import detect_keys, find_sources
 from data_prep.lib.input_readers import Source, read_lines
 from data_prep.lib.next_command import next_command
-from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import write_atomically
+from megatron_llama.system.rerun_command import ArgumentParser
 
 # sentencepiece drops longer sentences, so sample_sentences cuts them.
 MAX_SENTENCE_BYTES = 4192

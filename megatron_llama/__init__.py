@@ -8,7 +8,7 @@ from megatron_llama.system.interrupts import exit_on_early_interrupt, is_own_pro
 
 exit_on_early_interrupt()  # before all other imports, during which the signal may arrive
 
-from megatron_llama.system.installed import report_missing_packages  # noqa: E402
+from megatron_llama.system.missing_packages import report_missing_packages  # noqa: E402
 
 report_missing_packages()  # before other imports, which may be of missing packages
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from megatron_llama.system.exit_status import EXIT_USER
-from megatron_llama.system.installed import report_missing_packages
+from megatron_llama.system.missing_packages import report_missing_packages
 from megatron_llama.system.programs import COMMAND, IN_CHECKOUT, ROOT, name_commands, program_files
 from megatron_llama.system.wrapping import fill
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama import events, hooks
-from megatron_llama.system.command import note_command
 from megatron_llama.system.errors import LaunchFailed, Stopped, machine_fault
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
-from megatron_llama.system.installed import require_packages
+from megatron_llama.system.missing_packages import require_packages
 from megatron_llama.system.output import set_spill_folder, stdout_loss
 from megatron_llama.system.programs import CONF_DIR, conf_folders, name_commands, option_name
+from megatron_llama.system.rerun_command import note_command
 from megatron_llama.system.signals import ignore_signals
 from megatron_llama.system.ulimits import check_run, raise_file_limit
 from megatron_llama.system.wrapping import fill, wrap
@@ -264,7 +264,7 @@ def _run(
 
 def _describe_source(config: Config, overrides: Sequence[str]) -> Iterator[str]:
     """Yield a line if run.dir has a run: whether its settings are used, and which settings override them."""
-    from megatron_llama.config.stored import NAME, has_run
+    from megatron_llama.config.stored_settings import NAME, has_run
 
     folder = Path(config.run.dir) if config.run.dir is not None else None
     if folder is None or config.checkpoint.resume == "never" or not (folder / NAME).is_file():
@@ -293,7 +293,7 @@ def _fetch_weights(plan: Plan) -> list[Problem]:
     from megatron_llama.arch.checkpoint_formats import is_foreign
     from megatron_llama.config.hf_config import has_weights, missing_weights
     from megatron_llama.config.hub import fetch_weights
-    from megatron_llama.config.stored import has_run
+    from megatron_llama.config.stored_settings import has_run
 
     folder, run_dir = plan.config.init_from, plan.config.run.dir
     resumes = plan.config.checkpoint.resume not in ("auto", "never") or (run_dir and has_run(Path(run_dir)))

@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def read_arguments() -> argparse.Namespace:
     """Return the command's arguments. Exits with status 2 for invalid ones."""
-    from megatron_llama.system.command import ArgumentParser
     from megatron_llama.system.object_store import location
     from megatron_llama.system.programs import name_commands
+    from megatron_llama.system.rerun_command import ArgumentParser
 
     parser = ArgumentParser(description=name_commands(__doc__.splitlines()[0]))
     about = "checkpoint folder, or run folder (its newest checkpoint); with --adapter a model folder"

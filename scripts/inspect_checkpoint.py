@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def main() -> int:
     """Run the command; return 0 for a readable checkpoint, 1 for a damaged one, 2 if PATH is no checkpoint."""
-    from megatron_llama.system.command import ArgumentParser
     from megatron_llama.system.programs import name_commands
+    from megatron_llama.system.rerun_command import ArgumentParser
 
     parser = ArgumentParser(description=name_commands(__doc__.splitlines()[0]))
     parser.add_argument("path", type=Path, metavar="PATH", help="checkpoint, or a folder with several (its newest)")

@@ -10,9 +10,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def main() -> int:
     """Run the command; return 0 if all hashes match, 1 for a corrupt file, 2 if the argument is not a checkpoint."""
-    from megatron_llama.system.command import ArgumentParser
     from megatron_llama.system.object_store import location
     from megatron_llama.system.programs import name_commands
+    from megatron_llama.system.rerun_command import ArgumentParser
 
     parser = ArgumentParser(description=name_commands(__doc__))
     parser.add_argument("checkpoint", type=location, help="checkpoint, or run (its newest checkpoint): folder or URL")

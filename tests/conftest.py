@@ -201,7 +201,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     count = session.config.getoption("workers")
     if not count or session.config.option.collectonly or session.testsfailed:
         return None
-    from tests.workers import Run  # imports what the tests need, before the first fork
+    from tests.pytest_workers import Run  # imports what the tests need, before the first fork
 
     Run(session, count, session.config.getoption("limit")).loop()
     return True

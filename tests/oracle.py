@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_llama.config import load_config
 from megatron_llama.data.batches import Batches, Data, build_data
-from megatron_llama.data.graded_order import levels_of
+from megatron_llama.data.curriculum_order import levels_of
 from megatron_llama.devices import get_device
 from megatron_llama.optim import Optimizer, build_optimizer
 from megatron_llama.parallel import ParallelModel, Shard, build_model, process_groups

@@ -79,7 +79,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "passes_of_the_compiled_loss-tp2+sp, tied, odd vocabulary",
     ),
     "layouts/test_precision.py::test_live_tensors_have_the_dtypes_of_the_table": ("3",),
-    "model/test_fused.py::test_a_step_has_the_same_bits": (
+    "model/test_fused_operators.py::test_a_step_has_the_same_bits": (
         "tp2+sp, elementwise",
         "full, chunks",
         "zero 3, qwen3",
@@ -98,7 +98,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "optim/test_onebit_adam.py::test_copies_stay_equal_and_the_loss_falls": ("dp2",),
     "parallel/test_data_parallel.py::test_a_run_is_bit_identical_to_fully_shards": ("1-layout0", "2-layout3"),
     "system/test_errors.py::test_scripts_end_quietly_with_their_reader": ("compare.py", "plan.py"),
-    "system/test_installed.py::test_a_run_needs_all_packages_before_it_starts": ("torch", "rich,matplotlib"),
+    "system/test_missing_packages.py::test_a_run_needs_all_packages_before_it_starts": ("torch", "rich,matplotlib"),
     "tools/compare/test_verdict.py::test_report_files": ("1.3-1",),
     "tools/inference/test_evaluate.py::test_perplexity_of_divided_sequences": ("llama3-cp2", "dynamic-cp2 tp2"),
     "tools/inference/test_generator.py::test_divided_prompts_are_continued_as_whole_ones": (

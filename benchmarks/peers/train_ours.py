@@ -25,7 +25,7 @@ from megatron_llama.parallel.groups import gather_objects
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.tools.common import MOCK_RUN
-from megatron_llama.tools.steps import Steps, build_steps
+from megatron_llama.tools.measured_steps import Steps, build_steps
 from megatron_llama.topology import AXIS_NAMES
 
 

@@ -29,7 +29,7 @@ from megatron_llama.system.errors import run_main
 from megatron_llama.system.files import read_json
 from megatron_llama.system.progress import ProgressBar
 from megatron_llama.system.tables import gib, markdown_table
-from megatron_llama.tools.settings import TuneConfig
+from megatron_llama.tools.cluster_settings import TuneConfig
 from megatron_llama.tools.tune import objectives
 from megatron_llama.tools.tune.candidates import Candidate, Tuner, fixed_settings
 from megatron_llama.tools.tune.trial import DONE, MEMORY, TrialOutcome, run_trial

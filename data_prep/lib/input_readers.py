@@ -29,7 +29,7 @@ from data_prep.lib.record_formats import BOM, element_lines
 from megatron_llama.config.data_settings import COLUMNAR_SUFFIXES, COMPRESSION_SUFFIXES, CSV_SUFFIXES, strip_compression
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import atomic_open, open_regular
-from megatron_llama.system.installed import pip_install
+from megatron_llama.system.missing_packages import pip_install
 from megatron_llama.system.object_store import RemotePath, is_url
 
 CHUNK_BYTES = 1 << 17

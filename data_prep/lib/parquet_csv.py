@@ -14,7 +14,7 @@ from typing import Any
 
 from data_prep.lib.record_formats import BOM, dump_texts
 from megatron_llama.system.errors import UserError
-from megatron_llama.system.installed import pip_install
+from megatron_llama.system.missing_packages import pip_install
 from megatron_llama.system.object_store import RemotePath, is_url
 
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"

@@ -17,7 +17,7 @@ from megatron_llama.config.data_settings import NewTokens
 from megatron_llama.config.hub import download_hint
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import read_whole
-from megatron_llama.system.installed import pip_install
+from megatron_llama.system.missing_packages import pip_install
 from megatron_llama.text.tokenizer import (
     FAST_JSON,
     NO_TOKENS,

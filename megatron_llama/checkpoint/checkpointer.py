@@ -18,7 +18,7 @@ from megatron_llama.arch.checkpoint_formats import TRAINER, is_foreign, recogniz
 from megatron_llama.arch.hf_tp_mapping import is_lora
 from megatron_llama.checkpoint import BEST
 from megatron_llama.checkpoint import state as contents
-from megatron_llama.checkpoint.differences import Difference, check_allowed, data_record, find_differences
+from megatron_llama.checkpoint.changed_settings import Difference, check_allowed, data_record, find_differences
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import (
     begin_writing,
@@ -37,7 +37,7 @@ from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.data_settings import NewTokens
 from megatron_llama.config.settings import ALLOWED, CheckpointConfig
-from megatron_llama.config.stored import checkpoint_folder, step_of
+from megatron_llama.config.stored_settings import checkpoint_folder, step_of
 from megatron_llama.data.batches import Data
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel

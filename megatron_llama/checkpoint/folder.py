@@ -24,7 +24,7 @@ from megatron_llama.checkpoint.rank_files import part_name
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, check_file_name, read_json
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.settings import KEPT_BY_TIME, CheckpointConfig
-from megatron_llama.config.stored import checkpoint_folder, list_steps
+from megatron_llama.config.stored_settings import checkpoint_folder, list_steps
 from megatron_llama.system.files import (
     DRAFT,
     FolderTaken,

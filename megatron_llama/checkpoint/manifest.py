@@ -31,7 +31,7 @@ from megatron_llama.checkpoint.stored_tensors import (
     parse_shape,
     read_json,
 )
-from megatron_llama.config.stored import MANIFEST
+from megatron_llama.config.stored_settings import MANIFEST
 from megatron_llama.plan.data_schedules import RunPosition
 from megatron_llama.system.files import file_size
 from megatron_llama.system.object_store import Location, RemotePath

@@ -39,7 +39,7 @@ from megatron_llama.checkpoint.rank_files import (
 )
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.config.stored import MEMORY_KEY
+from megatron_llama.config.stored_settings import MEMORY_KEY
 from megatron_llama.devices.copy_stream import copy_stream, on_stream
 from megatron_llama.devices.private_folder import exposure, make_private
 from megatron_llama.parallel.groups import broadcast_from_rank_0, gather_objects, sync_errors

@@ -13,7 +13,7 @@ from megatron_llama.checkpoint.rank_files import STATES
 from megatron_llama.checkpoint.stored_tensors import Rectangles, Stored
 from megatron_llama.config.precision import STATE_BLOCK
 from megatron_llama.optim import Optimizer
-from megatron_llama.optim.blockwise import BlockwiseState, levels_on
+from megatron_llama.optim.eight_bit_states import BlockwiseState, levels_on
 from megatron_llama.parallel import Shard
 from megatron_llama.topology import AXES
 

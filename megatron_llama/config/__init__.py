@@ -8,7 +8,7 @@ Imports no torch. ``megatron_llama.plan`` derives the plan of a config on a numb
 from megatron_llama.config.load_config import from_yaml, load_config
 from megatron_llama.config.problems import ConfigError, Problem, format_problems
 from megatron_llama.config.settings import Config, FinetuneConfig, ModelConfig, RopeScaling
-from megatron_llama.config.stored import to_yaml
+from megatron_llama.config.stored_settings import to_yaml
 
 __all__ = ["Config", "ConfigError", "FinetuneConfig", "ModelConfig", "Problem", "RopeScaling"]
 __all__ += ["format_problems", "from_yaml", "load_config", "to_yaml"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.system.files import mirror, mirrored, read_json, sha256_file
-from megatron_llama.system.installed import pip_install
+from megatron_llama.system.missing_packages import pip_install
 from megatron_llama.system.object_store import RemotePath, is_url, missing_package
 from megatron_llama.system.tables import gib
 

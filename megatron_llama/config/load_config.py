@@ -50,7 +50,7 @@ from megatron_llama.config.settings_table import (
     suggest,
     unknown_setting_problem,
 )
-from megatron_llama.config.stored import has_run, is_decided, is_known, read_settings, settings_of_groups
+from megatron_llama.config.stored_settings import has_run, is_decided, is_known, read_settings, settings_of_groups
 from megatron_llama.config.text_checks import check_interpolations, check_kinds, check_texts
 from megatron_llama.system.files import check_yaml
 

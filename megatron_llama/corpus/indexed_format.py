@@ -9,7 +9,7 @@ PREFIX.bin contains the tokens of all sequences. PREFIX.idx has 34 + 12 N + 8 M 
     N int64      byte offsets into the .bin (pointers)
     M int64      document indices: the first sequence of each document
 
-Both may be in an object store: the .idx is then mirrored, and the .bin is read through a cache (block_cache.py).
+Both may be in an object store: the .idx is then mirrored, and the .bin is read through a cache (store_cache.py).
 
 An empty document repeats its index and has no sequence. Both files are identical to the output of megatron-core's
 IndexedDatasetBuilder (tests/data_prep/test_inputs.py).
@@ -27,7 +27,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from megatron_llama.corpus.block_cache import CachedObject, CachedTokens
+from megatron_llama.corpus.store_cache import CachedObject, CachedTokens
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import file_size, mirror, open_regular, read_json
 from megatron_llama.system.object_store import RemotePath, is_url, location, missing_package

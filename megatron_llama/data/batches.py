@@ -20,9 +20,9 @@ from torch.nn.utils.rnn import pad_sequence
 from megatron_llama.arch.attention_pattern import Pattern, pattern_of
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.data_settings import list_paths
-from megatron_llama.corpus.block_cache import set_limit
+from megatron_llama.corpus.store_cache import set_limit
+from megatron_llama.data.curriculum_order import Graded, Level, cut_sample, level_at, levels_of
 from megatron_llama.data.finetuning_set import PADDING, SFTDataset, build_sft, graded_examples
-from megatron_llama.data.graded_order import Graded, Level, cut_sample, level_at, levels_of
 from megatron_llama.data.mock import MockDataset
 from megatron_llama.data.pretraining_samples import SampleStream, build_streams, resume_streams
 from megatron_llama.data.resume_record import Record, advance_record, changes_reading, make_record
@@ -101,7 +101,7 @@ class Batches:
         size = self.plan.config.trainer.micro_batch_size
         first = consumed_samples + self.topology.place["dp"] * size
         starts = range(first, self.following(consumed_samples), self.topology.grid.divisor("samples") * size)
-        if self._in_store:  # concurrently, so that the cache of the store has the samples (corpus/block_cache.py)
+        if self._in_store:  # concurrently, so that the cache of the store has the samples (corpus/store_cache.py)
             with ThreadPoolExecutor(READERS) as pool:
                 list(pool.map(self.samples.__getitem__, (start + n for start in starts for n in range(size))))
         cut, ltd_length = self._cut_at(consumed_samples), self._ltd_length(consumed_samples)

@@ -26,7 +26,7 @@ from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.corpus.packing import Order, Packed, Unpacked
 from megatron_llama.corpus.splits import DatasetSplit, open_splits
 from megatron_llama.data.checks import check_data, check_ids, check_mask
-from megatron_llama.data.graded_order import Level, build_graded, group_seed, levels_of
+from megatron_llama.data.curriculum_order import Level, build_graded, group_seed, levels_of
 from megatron_llama.parallel.groups import raise_on_all_ranks, sync_errors
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import indexed_metrics
@@ -174,7 +174,7 @@ def build_sft(plan: Plan) -> tuple[SFTDataset, dict[str, SFTDataset]]:
 def graded_examples(plan: Plan, training: SFTDataset, levels: Sequence[Level]) -> SFTDataset:
     """Return the examples in the curriculum's order, if a metric has an index. All ranks must call it.
 
-    Each group of examples (data/graded_order.py) is packed separately. Raises ConfigError on all ranks.
+    Each group of examples (data/curriculum_order.py) is packed separately. Raises ConfigError on all ranks.
     """
     data, seed = plan.config.data, plan.config.trainer.seed
     if not indexed_metrics(data):

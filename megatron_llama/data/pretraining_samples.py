@@ -28,8 +28,8 @@ from megatron_llama.corpus.difficulty_index import unit_range
 from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.corpus.packing import Unpacked
 from megatron_llama.data.checks import check_data, check_ids
+from megatron_llama.data.curriculum_order import Graded, GradedSequences, Level, build_graded, group_seed, levels_of
 from megatron_llama.data.epoch_index import Epoch, open_epoch
-from megatron_llama.data.graded_order import Graded, GradedSequences, Level, build_graded, group_seed, levels_of
 from megatron_llama.data.megatron_order import build_megatron
 from megatron_llama.data.resume_record import Record, changes_reading, moved_datasets
 from megatron_llama.parallel.groups import raise_on_all_ranks, sync_errors

@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlparse
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.config.stored import checkpoint_folder, list_steps
+from megatron_llama.config.stored_settings import checkpoint_folder, list_steps
 from megatron_llama.plan import Plan
 from megatron_llama.plan.memory import DiskUse, disk_use
 from megatron_llama.system.object_store import missing_package

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_llama.checkpoint import BEST, POINTER
 from megatron_llama.config import Config, ConfigError, Problem
-from megatron_llama.config.stored import NAME, has_run
+from megatron_llama.config.stored_settings import NAME, has_run
 from megatron_llama.launch.start_log import Start
 from megatron_llama.plan import Plan, format_plan
 from megatron_llama.plan.format_plan import PLAN_FILE, write_config_and_plan

@@ -31,10 +31,10 @@ from megatron_llama.launch.job_store import LaunchFailed
 from megatron_llama.launch.start_log import RESTARTS, STARTED, command_of_process
 from megatron_llama.launch.supervise import Child, Grace, Signals, supervise, with_restarts
 from megatron_llama.plan import Plan
-from megatron_llama.system.command import COMMAND
 from megatron_llama.system.errors import program
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.interrupts import signal_name
+from megatron_llama.system.rerun_command import COMMAND
 
 # Prefixes of variables that are forwarded to the hosts, in addition to their login environment.
 FORWARDED_VARIABLES = (

@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_llama import events
 from megatron_llama.config.problems import shorten
-from megatron_llama.config.stored import stored_steps
+from megatron_llama.config.stored_settings import stored_steps
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_RESTART, EXIT_USER
 from megatron_llama.train.metrics_file import (

@@ -28,7 +28,7 @@ from megatron_llama.arch.hf_tp_mapping import Rectangle, keep_rows
 from megatron_llama.model.init import torch_dtype
 from megatron_llama.model.noise import mix
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
-from megatron_llama.optim.blockwise import BlockwiseState, levels_on
+from megatron_llama.optim.eight_bit_states import BlockwiseState, levels_on
 
 WEIGHT = "weight"
 """Name of the weights' noise stream. The streams of states have the states' names."""

@@ -3,7 +3,7 @@
 Keller Jordan et al. 2024 (kellerjordan.github.io/posts/muon); scale and weight decay of Moonlight (Liu et al. 2025,
 arXiv:2502.16982). The matrices are Hugging Face's: rows of q, k, v, gate and up are separate in the fused parameters.
 
-The ranks of a pipeline stage divide the matrices (plan/matrix_work.py). Each rank gathers the parts of its matrices
+The ranks of a pipeline stage divide the matrices (plan/muon_division.py). Each rank gathers the parts of its matrices
 from the shards, orthogonalizes them, and sends the parts of the result to all ranks that hold them. So the update does
 not depend on the layout, and no rank repeats the work of another one. Matrices are sent and multiplied in the compute
 dtype of the precision. With bf16 this is the published algorithm.
@@ -27,7 +27,7 @@ from megatron_llama.optim.adam import adamw_update
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
 from megatron_llama.optim.low_precision import WEIGHT, ElementwiseOptimizer
 from megatron_llama.parallel.groups import current_groups
-from megatron_llama.plan.matrix_work import NEWTON_SCHULZ_STEPS, MatrixWork, heads_of
+from megatron_llama.plan.muon_division import NEWTON_SCHULZ_STEPS, MatrixWork, heads_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration, by Keller Jordan."""

@@ -20,7 +20,7 @@ from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.optimizers import OptimizerRow
 from megatron_llama.config.precision import has_8bit_states
 from megatron_llama.optim.base import OptimizerInputs, ShardOptimizer
-from megatron_llama.optim.blockwise import BlockwiseState
+from megatron_llama.optim.eight_bit_states import BlockwiseState
 from megatron_llama.optim.gradient_norm import clip_factor, gradient_norm, scale_gradients
 from megatron_llama.optim.qk_clip import QKClip
 from megatron_llama.parallel import ParallelModel, Shard

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_llama.arch.lora_targets import layer_adapters
 from megatron_llama.devices.kernels import Kernels
 from megatron_llama.model import recompute
-from megatron_llama.model.fused import fused_operators
+from megatron_llama.model.fused_operators import fused_operators
 from megatron_llama.model.init import torch_dtype
 from megatron_llama.model.inputs import InputBuilder
 from megatron_llama.model.llama import BlockParts, Llama, Wrapper, build_norm, parallel_linear

@@ -14,7 +14,7 @@ from megatron_llama.config.data_settings import derives_validation, raw_data_fil
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import format_value
 from megatron_llama.config.settings import SAVE_MINUTES, Config
-from megatron_llama.config.stored import SCHEDULE_SOURCES
+from megatron_llama.config.stored_settings import SCHEDULE_SOURCES
 from megatron_llama.corpus.splits import open_splits, samples_per_epoch
 from megatron_llama.plan.data_schedules import BatchSchedule
 from megatron_llama.plan.plan import Plan

@@ -24,7 +24,7 @@ from megatron_llama.arch.shapes import (
 from megatron_llama.config.precision import BYTES, EXCHANGE_BLOCK, STATE_BLOCK, exchanged_bytes, state_bytes_8bit
 from megatron_llama.config.settings import FinetuneConfig, ModelConfig
 from megatron_llama.devices import INDUCTOR, find_device
-from megatron_llama.plan.matrix_work import MatrixWork
+from megatron_llama.plan.muon_division import MatrixWork
 from megatron_llama.plan.plan import SHARDS, Plan
 from megatron_llama.plan.stage_split import split_evenly
 from megatron_llama.topology import AXIS_NAMES
@@ -254,7 +254,7 @@ def _exchanged(kind: str | None) -> float | None:
 
 
 def _upcasts_logits(plan: Plan) -> bool:
-    """Return ``Job.upcasts_logits``. An unknown device counts as a CPU, as in plan/choices.py."""
+    """Return ``Job.upcasts_logits``. An unknown device counts as a CPU, as in plan/defaults_and_notes.py."""
     known = find_device(plan.config.device.name)
     inductor = known is None or known.compiler == INDUCTOR
     return not (plan.config.trainer.async_tp or (plan.config.trainer.compile and inductor))

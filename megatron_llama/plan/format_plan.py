@@ -14,7 +14,7 @@ from megatron_llama.config import ConfigError, Problem, to_yaml
 from megatron_llama.config.data_settings import PERCENTILE, VALUE, curriculum_metrics, validation_sets
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, STATE_BLOCK, quantized_bytes, state_bytes_8bit
 from megatron_llama.config.settings import KEPT_BY_TIME, Config
-from megatron_llama.config.stored import NAME
+from megatron_llama.config.stored_settings import NAME
 from megatron_llama.devices import find_device
 from megatron_llama.plan.build_steps import applied_steps, recomputation
 from megatron_llama.plan.data_schedules import BatchSchedule, curriculum_lengths

@@ -18,7 +18,7 @@ from megatron_llama.arch.shapes import StageParameters, head_dim, loss_chunk, no
 from megatron_llama.config.precision import BYTES, quantized_bytes, state_bytes_8bit
 from megatron_llama.config.settings import KEPT_BY_TIME
 from megatron_llama.plan.forecast_job import Job, job_of_plan
-from megatron_llama.plan.matrix_work import MatrixWork
+from megatron_llama.plan.muon_division import MatrixWork
 from megatron_llama.plan.plan import COPIES, PLAIN, Plan
 from megatron_llama.system.tables import gib, plural
 

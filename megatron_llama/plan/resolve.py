@@ -14,7 +14,7 @@ from megatron_llama.config.problems import ConfigError, Problem, merge_problems
 from megatron_llama.config.settings import Config
 from megatron_llama.config.settings_table import check_limits, get, put, reset_to_defaults
 from megatron_llama.corpus.splits import DatasetUsage, dataset_usage
-from megatron_llama.plan.choices import choose_defaults, list_notes
+from megatron_llama.plan.defaults_and_notes import choose_defaults, list_notes
 from megatron_llama.plan.derive import derive_plan
 from megatron_llama.plan.plan import Plan
 from megatron_llama.plan.rules import RULES

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from megatron_llama.system.installed import pip_install
+from megatron_llama.system.missing_packages import pip_install
 
 _URL = re.compile(r"[a-z][a-z0-9+]*://(?P<path>.+)", re.DOTALL)
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}

@@ -21,7 +21,7 @@ from megatron_llama.config.data_settings import NewTokens, token_ids
 from megatron_llama.config.hub import download_hint
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json, read_whole, sha256_file
-from megatron_llama.system.installed import pip_install
+from megatron_llama.system.missing_packages import pip_install
 
 NO_TOKENS = NewTokens()
 SETTINGS, FAST_JSON, SENTENCEPIECE_MODEL = "tokenizer_config.json", "tokenizer.json", "tokenizer.model"

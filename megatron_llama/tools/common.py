@@ -11,9 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from megatron_llama.config import ConfigError, Problem, format_problems
-from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.system.programs import BATCH_FOLDER, batch_script, batch_variables, name_commands
+from megatron_llama.system.rerun_command import ArgumentParser
 
 
 def run_tool(usage: str, argv: Sequence[str], work: Callable[[Any, list[str]], int], options: Mapping[str, Any]) -> int:

@@ -13,11 +13,11 @@ from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.problems import closest_match
 from megatron_llama.devices import HOST, find_device
 from megatron_llama.launch.world import World, find_world
-from megatron_llama.plan.choices import is_large
+from megatron_llama.plan.defaults_and_notes import is_large
 from megatron_llama.system.tables import plural
+from megatron_llama.tools.cluster_settings import CLUSTER, ClusterConfig, load_cluster
 from megatron_llama.tools.forecast import hardware as hardware_table
 from megatron_llama.tools.forecast.hardware import HardwareSpec
-from megatron_llama.tools.settings import CLUSTER, ClusterConfig, load_cluster
 from megatron_llama.topology import Grid
 
 AUTO = "auto"

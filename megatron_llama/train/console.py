@@ -13,7 +13,7 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from megatron_llama import hooks
-from megatron_llama.config.stored import checkpoint_folder
+from megatron_llama.config.stored_settings import checkpoint_folder
 from megatron_llama.devices import Peak, get_device
 from megatron_llama.plan import Plan
 from megatron_llama.system.object_store import RemotePath

@@ -16,12 +16,12 @@ from types import FrameType
 
 from megatron_llama.checkpoint.folder import folder_name
 from megatron_llama.config.problems import write_override
-from megatron_llama.config.stored import checkpoint_folder
+from megatron_llama.config.stored_settings import checkpoint_folder
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
-from megatron_llama.system.command import noted_command
 from megatron_llama.system.exit_status import EXIT_RESTART
 from megatron_llama.system.interrupts import signal_name
+from megatron_llama.system.rerun_command import noted_command
 from megatron_llama.system.signals import JOB_SIGNALS, REPEATED_SIGNALS, announce_interrupt, handle_signals
 from megatron_llama.system.wrapping import WIDTH
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from megatron_llama.checkpoint.differences import Difference, check_allowed, find_differences
+from megatron_llama.checkpoint.changed_settings import Difference, check_allowed, find_differences
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import ConfigError
 from megatron_llama.data.resume_record import make_record

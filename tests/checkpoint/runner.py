@@ -22,7 +22,7 @@ from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.cli import main
 from megatron_llama.config import ConfigError, ModelConfig, load_config
 from megatron_llama.optim import build_optimizer
-from megatron_llama.optim.blockwise import BlockwiseState
+from megatron_llama.optim.eight_bit_states import BlockwiseState
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.data_schedules import BatchSchedule

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from docs import generate
-from megatron_llama.checkpoint import differences
-from megatron_llama.checkpoint.differences import Difference, check_allowed, find_differences
+from megatron_llama.checkpoint.changed_settings import SETTINGS, Difference, check_allowed, find_differences, kinds
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import ConfigError
 from megatron_llama.config.settings import ALLOWED
@@ -48,15 +47,15 @@ def names(changed: Sequence[Difference]) -> list[str]:
 
 
 def test_every_setting_has_a_kind_and_a_change() -> None:
-    listed = [name for of_kind in differences.SETTINGS.values() for text in of_kind.values() for name in text.split()]
-    assert len(listed) == len(differences.kinds()), "a setting is of one kind"
-    assert set(differences.kinds()) == set(settings_by_name()), "give the new setting a kind"
+    listed = [name for of_kind in SETTINGS.values() for text in of_kind.values() for name in text.split()]
+    assert len(listed) == len(kinds()), "a setting is of one kind"
+    assert set(kinds()) == set(settings_by_name()), "give the new setting a kind"
     assert set(CHANGES) == set(settings_by_name()), "add the new setting to changes.py"
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_one_change(name: str, folder: Path) -> None:
-    kind = differences.kinds()[name]
+    kind = kinds()[name]
     changed = differences_of(name, folder)
     where = ELSEWHERE.get(name, name)
     if name == "trainer.epochs":
@@ -68,7 +67,7 @@ def test_one_change(name: str, folder: Path) -> None:
         assert names(changed) == ([] if kind == "free" else [where]), "that one difference and no other"
 
 
-@pytest.mark.parametrize("name", [name for name, kind in differences.kinds().items() if kind in ALLOWED])
+@pytest.mark.parametrize("name", [name for name, kind in kinds().items() if kind in ALLOWED])
 def test_before_the_first_step_data_batch_and_optimizer_may_be_any(name: str, folder: Path) -> None:
     changed = differences_of(name, folder, step=0)
     assert outcome(changed) == "free"
@@ -88,7 +87,7 @@ def test_the_same_run_differs_in_nothing(folder: Path) -> None:
     assert names(find_differences(requested, old, make_record(requested))) == ["data.eod_mask_loss"]
 
 
-@pytest.mark.parametrize("name", [name for name, kind in differences.kinds().items() if kind not in ("free", "logged")])
+@pytest.mark.parametrize("name", [name for name, kind in kinds().items() if kind not in ("free", "logged")])
 def test_the_suggestion_to_keep_the_saved_value_can_be_typed(name: str, folder: Path) -> None:
     changed = differences_of(name, folder)
     with pytest.raises(ConfigError) as caught:
@@ -179,7 +178,7 @@ def test_an_old_checkpoint_is_compared_by_its_settings(name: str, folder: Path) 
     assert state.position.tokens == state.consumed_samples * 32
     plan = plan_in(folder, 1, {name: CHANGES[name].now})
     changed = find_differences(plan, state, make_record(plan))
-    assert names(changed) == [name] and outcome(changed) == f"allow=[{differences.kinds()[name]}]"
+    assert names(changed) == [name] and outcome(changed) == f"allow=[{kinds()[name]}]"
 
 
 def test_a_checkpoint_without_a_record_of_its_data_is_refused(folder: Path) -> None:

@@ -17,7 +17,7 @@ from megatron_llama.cli import usage
 from megatron_llama.config import ConfigError, Problem, RopeScaling, format_problems, from_yaml, load_config, to_yaml
 from megatron_llama.config.problems import group_by_suggestion, merge_problems, write_override
 from megatron_llama.config.settings import Config, TrainerConfig
-from megatron_llama.config.stored import has_run
+from megatron_llama.config.stored_settings import has_run
 from megatron_llama.plan import Plan, resolve
 from tests.data.files import numbered, write_indexed
 from tests.golden import GoldenFiles

@@ -23,7 +23,7 @@ from megatron_llama.devices.cuda import device as cuda
 from megatron_llama.devices.cuda import host
 from megatron_llama.devices.cuda.host import find_product
 from megatron_llama.plan import resolve
-from megatron_llama.plan.choices import choose_defaults
+from megatron_llama.plan.defaults_and_notes import choose_defaults
 from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.rule import check_rules
 from megatron_llama.tools.forecast import hardware

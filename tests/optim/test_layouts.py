@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.optim.given import updated, updated_alone
+from tests.optim.given_gradients import updated, updated_alone
 from tests.oracle import make_plan
 from tests.rows import rows
 

@@ -29,7 +29,7 @@ from megatron_llama.optim.low_precision import (
     stream,
 )
 from tests.compiled import SECONDS, needs_compiler
-from tests.optim.given import elementwise_inputs
+from tests.optim.given_gradients import elementwise_inputs
 from tests.oracle import CPU
 from tests.ranks import run_ranks
 

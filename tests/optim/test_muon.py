@@ -11,9 +11,9 @@ from megatron_llama.optim.muon import Muon
 from megatron_llama.optim.optimizer import build_schedule
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan, resolve
-from megatron_llama.plan.matrix_work import MatrixWork, newton_schulz_flops
 from megatron_llama.plan.memory import optimizer_bytes
-from tests.optim.given import NORM, STEPS, give_gradients, gradient, updated, updated_alone
+from megatron_llama.plan.muon_division import MatrixWork, newton_schulz_flops
+from tests.optim.given_gradients import NORM, STEPS, give_gradients, gradient, updated, updated_alone
 from tests.oracle import Tensors, distance, make_plan, on_ranks, rank_groups, rank_model
 from tests.paths import CONF
 from tests.ranks import run_ranks

@@ -21,7 +21,7 @@ from megatron_llama.parallel.compare_copies import Key, _mix, _sums
 from megatron_llama.plan import Plan, format_plan
 from megatron_llama.system.errors import TrainingFault
 from megatron_llama.tools.forecast.traffic import Traffic, comparison_of_copies, totals
-from megatron_llama.tools.steps import TrafficCounter
+from megatron_llama.tools.measured_steps import TrafficCounter
 from tests.oracle import CPU, make_plan, rank_groups, rank_model
 from tests.ranks import run_ranks
 from tests.rows import rows

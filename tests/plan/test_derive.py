@@ -15,7 +15,7 @@ from megatron_llama.config.settings import LORA_TARGETS
 from megatron_llama.plan import Plan, format_plan, resolve, stage_memory
 from megatron_llama.plan.memory import stage_footprints
 from megatron_llama.plan.stage_split import balance_layers, head_cost_in_layers, split_evenly, split_layers
-from megatron_llama.system.installed import pip_install
+from megatron_llama.system.missing_packages import pip_install
 from megatron_llama.system.tables import GIB
 from tests.config.helpers import everything_exists, make, problems_of
 from tests.paths import CONF

@@ -13,7 +13,7 @@ import pytest
 from megatron_llama.config import Config
 from megatron_llama.config.problems import Problem, format_problems
 from megatron_llama.plan import rules
-from megatron_llama.plan.choices import choose_defaults
+from megatron_llama.plan.defaults_and_notes import choose_defaults
 from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.conflicts import ROWS
 from megatron_llama.plan.rules.rule import Rule, check_rules

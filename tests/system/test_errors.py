@@ -13,7 +13,7 @@ import pytest
 
 from megatron_llama.launch.rank import describe
 from megatron_llama.system import ulimits
-from megatron_llama.system.command import ArgumentParser
+from megatron_llama.system.rerun_command import ArgumentParser
 from tests.paths import ROOT
 from tests.processes import DEFAULTS, run_command
 
@@ -128,7 +128,7 @@ PREPARATION = [f"data_prep/{p.name}" for p in sorted((ROOT / "data_prep").glob("
 @pytest.mark.parametrize(
     ("command", "module", "number"),
     [
-        ("train.py --help", "megatron_llama.system.installed", signal.SIGINT),
+        ("train.py --help", "megatron_llama.system.missing_packages", signal.SIGINT),
         ("train.py --help", "megatron_llama.system.output", signal.SIGINT),
         ("train.py --help", "megatron_llama.cli", signal.SIGINT),
         ("train.py data=mock device=cpu", "omegaconf", signal.SIGTERM),

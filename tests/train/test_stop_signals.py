@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.system import command
+from megatron_llama.system import rerun_command
 from megatron_llama.train import stop_signals
 from tests.checkpoint.runner import SMALL
 from tests.processes import plan_of, run_train_py, status_of_fork
@@ -69,11 +69,11 @@ def test_the_command_to_resume(
 ) -> None:
     """A known command is complete, quoted for a shell, and fits the terminal."""
     monkeypatch.setattr(sys, "orig_argv", words)
-    monkeypatch.setattr(command, "_read_parent", lambda: parent)
-    monkeypatch.setattr(command.shutil, "which", lambda name: f"/opt/bin/{name}")
-    for name in (command.COMMAND, command.LAUNCHER):
+    monkeypatch.setattr(rerun_command, "_read_parent", lambda: parent)
+    monkeypatch.setattr(rerun_command.shutil, "which", lambda name: f"/opt/bin/{name}")
+    for name in (rerun_command.COMMAND, rerun_command.LAUNCHER):
         monkeypatch.delenv(name, raising=False)
-    command.note_command(WORDS, launcher)
+    rerun_command.note_command(WORDS, launcher)
     plan = plan_of(1)
     plan.config.run.dir = "my runs/one"
     text = stop_signals.describe_stop(plan, 36, signal.SIGTERM)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_llama.arch import checkpoint_formats as formats
-from megatron_llama.checkpoint.differences import LOGGED, Difference, check_allowed, kinds
+from megatron_llama.checkpoint.changed_settings import LOGGED, Difference, check_allowed, kinds
 from megatron_llama.checkpoint.foreign.megatron import open_ranks, open_torch_dist
 from megatron_llama.checkpoint.foreign.source_settings import MODEL, check_model
 from megatron_llama.checkpoint.foreign.tensors import MOMENTS, NO_SETTINGS, Foreign

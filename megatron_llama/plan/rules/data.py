@@ -39,7 +39,7 @@ from megatron_llama.config.settings import LABEL_TEMPLATES, Config, DataConfig
 from megatron_llama.plan.data_schedules import MOST_LEVELS, first_steps
 from megatron_llama.plan.rules.layout import sequence_parts
 from megatron_llama.plan.rules.rule import reads
-from megatron_llama.system.installed import pip_install
+from megatron_llama.system.missing_packages import pip_install
 from megatron_llama.system.object_store import RemotePath, is_url, missing_package
 from megatron_llama.topology import Grid
 

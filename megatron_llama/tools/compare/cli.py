@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 
 from megatron_llama.config import ConfigError, Problem, format_problems
-from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
+from megatron_llama.system.rerun_command import ArgumentParser
 from megatron_llama.system.wrapping import escape_controls
 from megatron_llama.tools.compare.logs import FILES_OF_A_RUN, ROLES, read_run
 from megatron_llama.tools.compare.report import as_html, as_text, draw

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_llama.config.settings import DEVICES
 from megatron_llama.devices import get_device
-from megatron_llama.system.installed import missing_packages, pip_install
+from megatron_llama.system.missing_packages import missing_packages, pip_install
 from megatron_llama.system.programs import CONF_DIR, PACKAGE, commit
 from megatron_llama.system.tables import GIB, gib
 from megatron_llama.tools.common import package_version

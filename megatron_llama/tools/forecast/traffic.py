@@ -34,7 +34,7 @@ from megatron_llama.arch.shapes import (
     qk_norm,
 )
 from megatron_llama.config.precision import BYTES, exchanged_bytes
-from megatron_llama.plan.matrix_work import MatrixWork
+from megatron_llama.plan.muon_division import MatrixWork
 from megatron_llama.plan.plan import Plan
 from megatron_llama.tools.forecast.parameters import (
     Parameter,
@@ -484,7 +484,7 @@ def _signs(ranks: int, sizes: list[int], stride: int) -> Iterator[Operation]:
 
 
 def _whole_matrices(plan: Plan, pp_rank: int, member: int) -> Iterator[Operation]:
-    """Yield the exchanges of Muon (plan/matrix_work.py). Rounds with equal payloads are one operation."""
+    """Yield the exchanges of Muon (plan/muon_division.py). Rounds with equal payloads are one operation."""
     if not plan.config.optim.row.gathers_matrices:
         return
     work, width = MatrixWork(plan, pp_rank), BYTES[plan.precision.compute_dtype]

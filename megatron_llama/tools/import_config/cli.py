@@ -20,10 +20,10 @@ from megatron_llama.config.problems import ConfigError, Problem, format_problems
 from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.config.settings_table import get, sections
 from megatron_llama.plan.resolve import resolve
-from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import CONF_DIR, name_commands, option_name
+from megatron_llama.system.rerun_command import ArgumentParser
 from megatron_llama.system.wrapping import WIDTH, escape_controls, wrap, wrap_command, wrap_lines
 from megatron_llama.tools.common import nest
 from megatron_llama.tools.import_config.conversion import MOST_UNKNOWN, UNKNOWN, Conversion, KeyConversion, Kind

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 from megatron_llama.config import Config, ConfigError, ModelConfig, Problem
 from megatron_llama.config.settings import DataConfig, DeviceConfig, TrainerConfig
-from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import MachineError
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
 from megatron_llama.system.object_store import location
 from megatron_llama.system.programs import name_commands
+from megatron_llama.system.rerun_command import ArgumentParser
 
 # Modules that import torch are imported in functions, so that --help is quick.
 if TYPE_CHECKING:

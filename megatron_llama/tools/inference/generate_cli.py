@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_llama.config.data_settings import is_template_file
 from megatron_llama.config.rope import longest_sequence
 from megatron_llama.config.settings import CHAT_TEMPLATES
-from megatron_llama.tools.inference.arguments import (
-    OpenedModel,
-    Problems,
-    Task,
-    model_parser,
-    not_utf8,
-    run_task,
-)
+from megatron_llama.tools.inference.arguments import OpenedModel, Problems, Task, model_parser, not_utf8, run_task
 from megatron_llama.tools.inference.sampling import (
     DRAWING,
     FILE,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_llama.config import ConfigError, Problem
-from megatron_llama.system.installed import pip_install
+from megatron_llama.system.missing_packages import pip_install
 
 if TYPE_CHECKING:
     from megatron_llama.tools.inference.sampling import Sampling

@@ -34,7 +34,7 @@ from megatron_llama.config.hf_config import (
 )
 from megatron_llama.config.hub import INDEX, SINGLE, download_hint, resolve_hub_name
 from megatron_llama.config.settings_table import check_limits
-from megatron_llama.plan.choices import choose_defaults
+from megatron_llama.plan.defaults_and_notes import choose_defaults
 from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.rule import check_rules
 from megatron_llama.system.object_store import Location

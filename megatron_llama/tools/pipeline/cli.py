@@ -18,7 +18,7 @@ from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import format_ranges, text_table
 from megatron_llama.tools.common import MOCK_RUN, run_tool
 from megatron_llama.tools.figures import as_png, as_svg
-from megatron_llama.tools.pipeline.lanes import (
+from megatron_llama.tools.pipeline.diagram import (
     Panel,
     PipelineTimeline,
     bubble_of_equal_stages,
@@ -30,7 +30,7 @@ from megatron_llama.tools.planned_run import PlannedRun, read_planned_run
 if TYPE_CHECKING:  # these need torch, which --help does not
     from matplotlib.figure import Figure
 
-    from megatron_llama.tools.pipeline.record import PassTimes
+    from megatron_llama.tools.pipeline.record_passes import PassTimes
 
 MAX_MICROBATCHES = 32
 USAGE = """\
@@ -99,19 +99,23 @@ def plan_picture(overrides: Sequence[str], measure: bool) -> tuple[Plan, Planned
 
 def _draw(plan: Plan, run: PlannedRun | None, out: Path) -> int:
     """Draw a planned run, or measure it first; print the report and return the exit status."""
-    from megatron_llama.tools.pipeline import record
+    from megatron_llama.tools.pipeline import record_passes
 
     if run is None:
-        status, measured = record.measure_pipeline(plan)
+        status, measured = record_passes.measure_pipeline(plan)
         if measured is None:
             return status
         head, hardware, microbatches = list[str](), None, plan.num_microbatches
-        pass_times = record.median_pass_times(measured, plan.config.trainer.vpp)
+        pass_times = record_passes.median_pass_times(measured, plan.config.trainer.vpp)
     else:
         head, hardware, microbatches = run.hardware.head(), run.hardware.title, _drawn_microbatches(plan)
         measured = None
         on_cluster = run.names_cluster and run.hardware.spec is not None
-        pass_times = record.pass_times_on_cluster(plan, run.cluster) if on_cluster else record.pass_times_by_flops(plan)
+        pass_times = (
+            record_passes.pass_times_on_cluster(plan, run.cluster)
+            if on_cluster
+            else record_passes.pass_times_by_flops(plan)
+        )
     picture, ideal = schedule_picture(plan, pass_times, microbatches, hardware, measured)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, as_svg(picture) if out.suffix == ".svg" else as_png(picture))
@@ -123,7 +127,7 @@ def _draw(plan: Plan, run: PlannedRun | None, out: Path) -> int:
 
 def plan_svg(plan: Plan) -> str:
     """Return the pipeline schedule of a plan with several stages as SVG; passes take the time of their FLOPs."""
-    from megatron_llama.tools.pipeline.record import pass_times_by_flops
+    from megatron_llama.tools.pipeline.record_passes import pass_times_by_flops
 
     return as_svg(schedule_picture(plan, pass_times_by_flops(plan), _drawn_microbatches(plan))[0])
 
@@ -136,7 +140,7 @@ def schedule_picture(
     measured: PipelineTimeline | None = None,
 ) -> tuple[Figure, PipelineTimeline]:
     """Draw a plan's schedule, and the ``measured`` step below it; return the picture and the drawn timeline."""
-    from megatron_llama.tools.pipeline.record import recorded_order
+    from megatron_llama.tools.pipeline.record_passes import recorded_order
 
     pp, vpp = plan.config.trainer.pp, plan.config.trainer.vpp
     ideal = earliest_timeline(recorded_order(pp, vpp, microbatches), pass_times.of(pp))

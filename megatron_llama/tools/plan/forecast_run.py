@@ -14,13 +14,13 @@ from megatron_llama.plan.forecast_job import Job, job_of_plan
 from megatron_llama.plan.memory import USABLE, Footprint, stage_footprints
 from megatron_llama.system.tables import GIB, gib, plural, short_count, text_table
 from megatron_llama.system.wrapping import wrap_lines
+from megatron_llama.tools.cluster_settings import ClusterConfig
 from megatron_llama.tools.forecast import this_machine
 from megatron_llama.tools.forecast.goodput import Goodput, goodput
 from megatron_llama.tools.forecast.hardware import HardwareSpec
 from megatron_llama.tools.forecast.step_time import StepTime, load_constants, load_constants_file, step_time
 from megatron_llama.tools.forecast.this_machine import Calibration
 from megatron_llama.tools.planned_run import read_planned_run
-from megatron_llama.tools.settings import ClusterConfig
 from megatron_llama.topology import Grid
 
 MOST_DEVICES = 16_384

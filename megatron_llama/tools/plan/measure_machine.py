@@ -48,7 +48,7 @@ from megatron_llama.tools.forecast.this_machine import (
     Calibration,
     calibration_path,
 )
-from megatron_llama.tools.steps import build_steps, rank_results
+from megatron_llama.tools.measured_steps import build_steps, rank_results
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDS = 5

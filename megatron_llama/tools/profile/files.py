@@ -14,9 +14,9 @@ from megatron_llama.plan import Plan, layout_lines
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import gib, short_count, text_table
 from megatron_llama.tools.figures import draw_memory
+from megatron_llama.tools.measured_steps import BACKWARD, FORWARD
 from megatron_llama.tools.profile.modules import ModuleNode, Profile, RankProfile
 from megatron_llama.tools.profile.trace import NORM, OPTIMIZER, REST
-from megatron_llama.tools.steps import BACKWARD, FORWARD
 from megatron_llama.topology import AXIS_NAMES
 from megatron_llama.train.waits import AXES, DATA
 

@@ -22,7 +22,7 @@ from torch.profiler import profile
 
 from megatron_llama.system.files import atomic_open
 from megatron_llama.tools.figures import MemoryTimeline, peak_indices
-from megatron_llama.tools.steps import BACKWARD, FORWARD
+from megatron_llama.tools.measured_steps import BACKWARD, FORWARD
 from megatron_llama.topology import AXIS_NAMES, Topology
 
 MODULES, WAITS = "modules", "waits"

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.config.settings import DEVICES
-from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
 from megatron_llama.system.files import read_json, write_atomically
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.progress import duration
+from megatron_llama.system.rerun_command import ArgumentParser
 from megatron_llama.system.tables import gib, markdown_table, wrapped_table
 from megatron_llama.system.ulimits import usable_cores
 from megatron_llama.system.wrapping import WIDTH, fill, wrap, wrap_lines

@@ -27,14 +27,14 @@ from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.devices.kernels import Kernels
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.optim import Optimizer, build_optimizer
-from megatron_llama.optim.blockwise import BlockwiseState
+from megatron_llama.optim.eight_bit_states import BlockwiseState
 from megatron_llama.parallel import ParallelModel, build_model, parallelize, process_groups, shards
 from megatron_llama.plan import Plan
 from megatron_llama.tools.forecast.parameters import any_layer
 from megatron_llama.tools.forecast.traffic import Amount, Traffic
+from megatron_llama.tools.measured_steps import BACKWARD, FORWARD, RECOMPUTED, Modules, TrafficCounter, open_steps
 from megatron_llama.tools.rehearse.report import DispatchedOperator, Flops, MemoryKind, OperatorCount, Rehearsal
-from megatron_llama.tools.rehearse.watch import History, Operation, StepWatcher
-from megatron_llama.tools.steps import BACKWARD, FORWARD, RECOMPUTED, Modules, TrafficCounter, open_steps
+from megatron_llama.tools.rehearse.step_recorder import History, Operation, StepWatcher
 from megatron_llama.topology import Topology
 
 MAX_BLOCK_RUNS = 160

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_llama.config import ConfigError, Problem, format_problems
-from megatron_llama.config.stored import NAME
+from megatron_llama.config.stored_settings import NAME
 from megatron_llama.hooks import REPORT_FILE
-from megatron_llama.system.command import ArgumentParser
 from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import name_commands
+from megatron_llama.system.rerun_command import ArgumentParser
 from megatron_llama.system.wrapping import escape_controls
 from megatron_llama.tools.compare.cli import labels
 from megatron_llama.tools.report.page import render

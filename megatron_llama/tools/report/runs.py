@@ -13,7 +13,7 @@ from typing import Any
 from megatron_llama.config import Config, ConfigError, from_yaml
 from megatron_llama.config.data_settings import split_weights
 from megatron_llama.config.settings import DataConfig, DeviceConfig, TrainerConfig
-from megatron_llama.config.stored import NAME, checkpoint_folder, read_values, stored_steps
+from megatron_llama.config.stored_settings import NAME, checkpoint_folder, read_values, stored_steps
 from megatron_llama.corpus.blend import BlendTimeline, segments_from_json
 from megatron_llama.launch.start_log import STARTS_FILE, Start, read_starts
 from megatron_llama.launch.world import World

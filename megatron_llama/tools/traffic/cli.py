@@ -124,7 +124,7 @@ def compared_lines(by_rank: Sequence[Sequence[Traffic]]) -> Iterator[str]:
 
 def _measure(plan: Plan) -> int:
     """Run the ranks here, print the comparison and return the exit status."""
-    from megatron_llama.tools.steps import count_on_rank, rank_results
+    from megatron_llama.tools.measured_steps import count_on_rank, rank_results
 
     status, counts = rank_results(plan, count_on_rank)
     if status:

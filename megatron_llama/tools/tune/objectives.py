@@ -16,17 +16,17 @@ from typing import NamedTuple
 from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.settings_table import check_limits, get
 from megatron_llama.plan import batch_line
-from megatron_llama.plan.choices import choose_defaults
+from megatron_llama.plan.defaults_and_notes import choose_defaults
 from megatron_llama.system.files import FolderTaken, locked_folder, write_atomically
 from megatron_llama.system.progress import ProgressBar
 from megatron_llama.system.tables import GIB, gib, plural, text_table
 from megatron_llama.system.wrapping import WIDTH, wrap_lines
+from megatron_llama.tools.cluster_settings import TuneConfig, load_cluster, load_tuning
 from megatron_llama.tools.common import NO_FILES
 from megatron_llama.tools.plan.forecast_run import MOST_DEVICES, forecast_plan
 from megatron_llama.tools.planned_run import read_config
-from megatron_llama.tools.settings import TuneConfig, load_cluster, load_tuning
 from megatron_llama.tools.tune.candidates import NOT_TRIED, TUNED, Candidate, CandidateSpace, Tuner, fixed_settings
-from megatron_llama.tools.tune.longest import (
+from megatron_llama.tools.tune.longest_sequence import (
     LENGTH,
     STEP,
     length_settings,

@@ -11,15 +11,15 @@ from megatron_llama.config import Problem
 from megatron_llama.config.settings import Config
 from megatron_llama.devices import HOST, find_device
 from megatron_llama.plan import Plan
-from megatron_llama.plan.choices import is_large
+from megatron_llama.plan.defaults_and_notes import is_large
 from megatron_llama.plan.forecast_job import job_of_plan
 from megatron_llama.plan.memory import USABLE
 from megatron_llama.system.tables import GIB, gib, plural
+from megatron_llama.tools.cluster_settings import ClusterConfig
 from megatron_llama.tools.forecast.hardware import HardwareSpec, devices
 from megatron_llama.tools.forecast.step_time import load_constants, step_time
 from megatron_llama.tools.forecast.this_machine import Calibration, NotCalibrated, load_calibration, local_step_time
 from megatron_llama.tools.planned_run import Hardware, find_hardware
-from megatron_llama.tools.settings import ClusterConfig
 from megatron_llama.topology import Grid
 
 if TYPE_CHECKING:

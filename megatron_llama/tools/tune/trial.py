@@ -27,8 +27,8 @@ from megatron_llama.config.settings_table import FREE_DICT, get, put, settings_b
 from megatron_llama.system.files import read_json, write_atomically
 from megatron_llama.system.programs import OWN_CONF, ROOT
 from megatron_llama.system.signals import exit_with_parent
+from megatron_llama.tools.cluster_settings import TuneConfig
 from megatron_llama.tools.common import MOCK_RUN, call_slurm, nest, submit_job
-from megatron_llama.tools.settings import TuneConfig
 from megatron_llama.tools.tune.candidates import Candidate
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 

@@ -13,10 +13,10 @@ from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.memory import stage_footprints
 from megatron_llama.system.tables import format_ranges
 from megatron_llama.tools.forecast.traffic import TrafficKey, between_nodes, totals
+from megatron_llama.tools.measured_steps import open_steps
 from megatron_llama.tools.rehearse.cli import read_rehearsal
 from megatron_llama.tools.rehearse.rehearsal import rehearse
 from megatron_llama.tools.rehearse.report import MemoryKind
-from megatron_llama.tools.steps import open_steps
 from megatron_llama.tools.traffic.cli import groups_of_ranks, operations_of_rank
 from tests.compiled import needs_compiler
 from tests.oracle import make_plan, rank_data, rank_groups, rank_model

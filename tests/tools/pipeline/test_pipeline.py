@@ -19,9 +19,9 @@ from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from megatron_llama.tools.common import MOCK_RUN
 from megatron_llama.tools.figures import as_png, as_svg
-from megatron_llama.tools.pipeline import cli, lanes
-from megatron_llama.tools.pipeline.lanes import Panel, Pass, PipelineTimeline, Span
-from megatron_llama.tools.pipeline.record import record_passes, recorded_order, tiny_plan
+from megatron_llama.tools.pipeline import cli, diagram
+from megatron_llama.tools.pipeline.diagram import Panel, Pass, PipelineTimeline, Span
+from megatron_llama.tools.pipeline.record_passes import record_passes, recorded_order, tiny_plan
 from tests.oracle import on_ranks, rank_data
 from tests.pages import commands_of
 from tests.paths import ROOT
@@ -70,8 +70,8 @@ def test_each_pass_runs_once_and_waits_for_its_neighbor(layout: Layout, orders: 
     pp, vpp, microbatches = layout
     passes = [Pass(way, chunk, batch) for way in (False, True) for chunk in range(vpp) for batch in range(microbatches)]
     assert [sorted(order) for order in orders[layout]] == [passes] * pp
-    timeline = lanes.earliest_timeline(orders[layout], unit_seconds)
-    assert timeline.bubble == pytest.approx(lanes.bubble_of_equal_stages(*layout), abs=1e-12), "the formula"
+    timeline = diagram.earliest_timeline(orders[layout], unit_seconds)
+    assert timeline.bubble == pytest.approx(diagram.bubble_of_equal_stages(*layout), abs=1e-12), "the formula"
     assert len(timeline.messages) == 2 * (pp * vpp - 1) * microbatches, (
         "none to the first stage, no gradient to the last"
     )
@@ -83,7 +83,7 @@ def test_a_real_run_has_the_drawn_order(orders: dict[Layout, list[list[Pass]]]) 
     layout = (2, 2, 4)
     recorded = on_ranks(_record_steps, tiny_plan(*layout))
     assert [[span.pass_ for span in spans] for spans in recorded] == orders[layout]
-    timeline = lanes.measured_timeline(recorded)
+    timeline = diagram.measured_timeline(recorded)
     assert 0 < timeline.bubble < 1
     for sender, sent, receiver, used in timeline.messages:
         assert sent.end < used.start, f"message from {sender} to {receiver} arrived after its use"
@@ -99,13 +99,13 @@ def _record_steps(plan: Plan, model: ParallelModel) -> list[Span]:
 def two_stages() -> PipelineTimeline:
     """Return a timeline of two stages and one micro batch; the second stage takes three times as long."""
     order = [Pass(False, 0, 0), Pass(True, 0, 0)]
-    return lanes.earliest_timeline([order] * 2, lambda rank, pass_: (3 if rank else 1) * unit_seconds(rank, pass_))
+    return diagram.earliest_timeline([order] * 2, lambda rank, pass_: (3 if rank else 1) * unit_seconds(rank, pass_))
 
 
 def test_a_diagram_has_every_pass_and_message() -> None:
     timeline = two_stages()
     panels = [Panel("above", "ms", timeline), Panel("below & last", "ms", timeline, scale=0.5)]
-    text = as_svg(lanes.draw("two stages", panels))
+    text = as_svg(diagram.draw("two stages", panels))
     root = ET.fromstring(text)  # noqa: S314  our own
     titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
     assert titles == ["forward pass of micro batch 0", "backward pass of micro batch 0"] * 4
@@ -114,8 +114,8 @@ def test_a_diagram_has_every_pass_and_message() -> None:
     widths = [float(right) - float(left) for left, right in boxes]
     assert widths[1] == pytest.approx(2 * widths[0], rel=0.02), "a backward pass has twice the width"
     assert widths[4] == pytest.approx(2 * widths[0], rel=0.02), "both panels have one scale"
-    assert as_svg(lanes.draw("two stages", panels)) == text
-    assert as_png(lanes.draw("two stages", panels)).startswith(b"\x89PNG")
+    assert as_svg(diagram.draw("two stages", panels)) == text
+    assert as_png(diagram.draw("two stages", panels)).startswith(b"\x89PNG")
 
 
 PAGE_FILE = ROOT / "docs/guides/training/parallelism.md"

@@ -29,11 +29,11 @@ from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
+from megatron_llama.tools.measured_steps import BACKWARD, FORWARD
 from megatron_llama.tools.profile import cli
 from megatron_llama.tools.profile.modules import Profile, RankProfile
 from megatron_llama.tools.profile.profiler import StepProfiler
 from megatron_llama.tools.profile.trace import BEFORE, MODULES, WAITS, Zone, memory_of, renumber
-from megatron_llama.tools.steps import BACKWARD, FORWARD
 from megatron_llama.train.loop import training_step
 from megatron_llama.train.metrics_file import read_metrics
 from megatron_llama.train.step_checks import StepGuard

@@ -25,11 +25,11 @@ from megatron_llama.devices import get_device
 from megatron_llama.plan import Plan, stage_memory
 from megatron_llama.tools.forecast.parameters import units
 from megatron_llama.tools.forecast.traffic import totals
+from megatron_llama.tools.measured_steps import Steps
 from megatron_llama.tools.rehearse import cli
 from megatron_llama.tools.rehearse import rehearsal as module
 from megatron_llama.tools.rehearse.rehearsal import measure_rank, rehearse
 from megatron_llama.tools.rehearse.report import MemoryKind, Rehearsal
-from megatron_llama.tools.steps import Steps
 from megatron_llama.tools.traffic.cli import operations_of_rank
 from tests.oracle import SHAPE, make_plan
 from tests.ranks import run_ranks

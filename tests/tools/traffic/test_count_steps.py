@@ -19,7 +19,7 @@ from megatron_llama.config import load_config
 from megatron_llama.devices import get_device
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.tools.forecast.traffic import Amount, Traffic, TrafficKey, between_nodes, totals, wire_bytes
-from megatron_llama.tools.steps import TrafficCounter, UnknownCollective, count_steps
+from megatron_llama.tools.measured_steps import TrafficCounter, UnknownCollective, count_steps
 from megatron_llama.tools.traffic.cli import main, operations_of_rank
 from megatron_llama.train.step_checks import StepGuard
 from tests.compiled import needs_compiler

@@ -20,7 +20,7 @@ WORDS = ("model=llama_15m", "data=mock", "device=cpu", "trainer.global_batch_siz
 @functools.cache
 def tuned(*words: str, cores: int = 2, memory: int = 0) -> Tuner:
     """Return the tuner of a command line on a host of ``cores`` cores and, unless 0, ``memory`` bytes."""
-    from megatron_llama.tools.settings import ClusterConfig
+    from megatron_llama.tools.cluster_settings import ClusterConfig
 
     config = parse_overrides([*WORDS, *words, *NO_FILES, "dry_run=true"])
     target, problems = find_target(config, ClusterConfig(devices_per_node=cores), ())

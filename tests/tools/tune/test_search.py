@@ -11,8 +11,8 @@ import pytest
 from megatron_llama.cli import parse_overrides
 from megatron_llama.config import ConfigError
 from megatron_llama.config.settings_table import get
+from megatron_llama.tools.cluster_settings import ClusterConfig
 from megatron_llama.tools.common import NO_FILES
-from megatron_llama.tools.settings import ClusterConfig
 from megatron_llama.tools.tune.candidates import TUNED, Candidate, Tuner
 from megatron_llama.tools.tune.search import TrialHistory, search
 from megatron_llama.tools.tune.target import find_target

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.config import ConfigError
-from megatron_llama.tools.settings import TuneConfig
+from megatron_llama.tools.cluster_settings import TuneConfig
 from megatron_llama.tools.tune import trial
 from megatron_llama.tools.tune.candidates import Candidate
 from megatron_llama.tools.tune.trial import DONE, FAILED, MEMORY, SLOW, TrialOutcome, read_outcome, run_trial

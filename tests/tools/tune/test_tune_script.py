@@ -14,7 +14,7 @@ from megatron_llama.system.files import locked_folder
 from megatron_llama.tools.tune import objectives, trial
 from megatron_llama.tools.tune.candidates import TUNED, Candidate, Tuner
 from megatron_llama.tools.tune.cli import main
-from megatron_llama.tools.tune.longest import (
+from megatron_llama.tools.tune.longest_sequence import (
     length_settings,
     longest_in_any_layout,
     longest_sequence,

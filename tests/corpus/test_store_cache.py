@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_llama.corpus import block_cache
-from megatron_llama.corpus.block_cache import CachedObject, set_limit
+from megatron_llama.corpus import store_cache
+from megatron_llama.corpus.store_cache import CachedObject, set_limit
 from megatron_llama.system import object_store
 from megatron_llama.system.object_store import RemotePath
 from tests.object_store import Store
@@ -22,9 +22,9 @@ PARTS = [(0, 1), (4095, 4097), (0, len(CONTENT)), (len(CONTENT) - 1, len(CONTENT
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "_DELAYS", (0.0, 0.01, 0.02))
-    monkeypatch.setattr(block_cache, "BLOCK", BLOCK)
-    monkeypatch.setattr(block_cache, "_REQUEST", 8 * BLOCK)
-    monkeypatch.setattr(block_cache._Limit, "size", 1 << 30)
+    monkeypatch.setattr(store_cache, "BLOCK", BLOCK)
+    monkeypatch.setattr(store_cache, "_REQUEST", 8 * BLOCK)
+    monkeypatch.setattr(store_cache._Limit, "size", 1 << 30)
 
 
 @pytest.fixture
@@ -68,11 +68,11 @@ def test_damaged_blocks_are_replaced(store: Store, remote: RemotePath, tmp_path:
 def test_the_cache_is_bounded(sparse: bool, store: Store, remote: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
     set_limit(20 * BLOCK / 2**30)
     if not sparse:
-        monkeypatch.setattr(block_cache, "_punch", lambda *_: False)
+        monkeypatch.setattr(store_cache, "_punch", lambda *_: False)
     content = CachedObject(remote)
     for start in (*range(0, len(CONTENT), BLOCK), *range(0, len(CONTENT), 3 * BLOCK)):
         assert read(content, start, start + BLOCK) == CONTENT[start : start + BLOCK]
-        assert 0 < block_cache._used_bytes() <= 20 * BLOCK
+        assert 0 < store_cache._used_bytes() <= 20 * BLOCK
     before = len(fetched(store))
     assert read(content, start, start + BLOCK) == CONTENT[start : start + BLOCK] and len(fetched(store)) == before
     set_limit(0)

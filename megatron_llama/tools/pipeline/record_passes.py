@@ -28,13 +28,13 @@ from megatron_llama.launch.world import find_world
 from megatron_llama.parallel import build_model, open_device, process_groups
 from megatron_llama.plan import Plan
 from megatron_llama.plan.forecast_job import job_of_plan
+from megatron_llama.tools.cluster_settings import ClusterConfig
 from megatron_llama.tools.common import MOCK_RUN
 from megatron_llama.tools.forecast.hardware import find_device
 from megatron_llama.tools.forecast.step_time import StepModel, load_constants
-from megatron_llama.tools.pipeline.lanes import Pass, PipelineTimeline, Span, measured_timeline
+from megatron_llama.tools.measured_steps import open_rank, rank_results
+from megatron_llama.tools.pipeline.diagram import Pass, PipelineTimeline, Span, measured_timeline
 from megatron_llama.tools.rehearse.rehearsal import fake_world
-from megatron_llama.tools.settings import ClusterConfig
-from megatron_llama.tools.steps import open_rank, rank_results
 
 
 @contextmanager

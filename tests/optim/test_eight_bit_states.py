@@ -17,14 +17,14 @@ from megatron_llama.devices import get_device
 from megatron_llama.devices.cpu.kernels import CpuKernels
 from megatron_llama.optim import build_optimizer
 from megatron_llama.optim.adam import adam_update, adamw_update
-from megatron_llama.optim.blockwise import BlockwiseState, levels_on
+from megatron_llama.optim.eight_bit_states import BlockwiseState, levels_on
 from megatron_llama.optim.low_precision import ElementwiseOptimizer
 from megatron_llama.parallel import Shard
 from megatron_llama.plan import Plan
 from megatron_llama.plan.memory import rank_memory
 from tests.checkpoint.runner import assert_same, run
 from tests.compiled import needs_compiler, prepare_rank
-from tests.optim.given import elementwise_inputs
+from tests.optim.given_gradients import elementwise_inputs
 from tests.oracle import CPU, make_plan, rank_groups, rank_model
 from tests.ranks import run_ranks
 

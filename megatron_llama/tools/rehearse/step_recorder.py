@@ -28,8 +28,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from megatron_llama.tools.figures import MemoryTimeline
 from megatron_llama.tools.forecast.parameters import any_layer
+from megatron_llama.tools.measured_steps import BACKWARD, FORWARD, RECOMPUTED, Modules, Place, TrafficCounter
 from megatron_llama.tools.rehearse.report import Holder, MemoryKind
-from megatron_llama.tools.steps import BACKWARD, FORWARD, RECOMPUTED, Modules, Place, TrafficCounter
 
 _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_"
 # (module of the caller, functions or () for all, kind): the innermost listed frame decides.

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.system import installed
+from megatron_llama.system import missing_packages
+from megatron_llama.system.missing_packages import explain_import_error
 from tests.paths import ROOT
 from tests.processes import run_command
 
@@ -64,9 +65,9 @@ class Hiding(PathFinder):
         return None if name.partition(".")[0] in hidden else super().find_spec(name, path, target)
 sys.meta_path = [Hiding if finder is PathFinder else finder for finder in sys.meta_path]
 sys.argv[:1] = []
-from megatron_llama.system import installed
+from megatron_llama.system import missing_packages
 sys.modules["__main__"].__file__ = sys.argv[0]
-installed.report_missing_packages()
+missing_packages.report_missing_packages()
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -80,16 +81,16 @@ def test_what_is_needed_is_what_pyproject_says() -> None:
     with open(ROOT / "pyproject.toml", "rb") as file:
         project = tomllib.load(file)["project"]
     requirements = [re.split("[<>=]", requirement)[0] for requirement in project["dependencies"]]
-    assert list(installed.REQUIRED.values()) == requirements
-    assert f">={'.'.join(map(str, installed.OLDEST_PYTHON))}," in project["requires-python"]
-    assert installed.missing_packages() == {}
-    installed.require_packages()
+    assert list(missing_packages.REQUIRED.values()) == requirements
+    assert f">={'.'.join(map(str, missing_packages.OLDEST_PYTHON))}," in project["requires-python"]
+    assert missing_packages.missing_packages() == {}
+    missing_packages.require_packages()
 
 
 def test_a_namespace_is_not_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = {"google.protobuf": "protobuf", "google.nobody": "a", "nobody.at_all": "b", "nobody": "c"}
-    monkeypatch.setattr(installed, "REQUIRED", modules)
-    assert list(installed.missing_packages().values()) == ["a", "b", "c"]
+    monkeypatch.setattr(missing_packages, "REQUIRED", modules)
+    assert list(missing_packages.missing_packages().values()) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -136,21 +137,21 @@ def test_a_run_needs_all_packages_before_it_starts(hidden: str, expected: str, t
 def test_what_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     error = ModuleNotFoundError(name="hydra")
     monkeypatch.setattr(sys, "argv", ["train.py", "data.name=a b"])
-    monkeypatch.setattr(installed, "VENV", tmp_path / "none")
+    monkeypatch.setattr(missing_packages, "VENV", tmp_path / "none")
     monkeypatch.delenv("VIRTUAL_ENV", raising=False)
     monkeypatch.delenv("CONDA_PREFIX", raising=False)
     monkeypatch.chdir(tmp_path)
-    assert str(installed.explain_import_error(error)).endswith(f"Type {sys.executable} -m pip install -e {ROOT}")
-    other = installed.explain_import_error(ModuleNotFoundError(name="hypothesis"))
+    assert str(explain_import_error(error)).endswith(f"Type {sys.executable} -m pip install -e {ROOT}")
+    other = explain_import_error(ModuleNotFoundError(name="hypothesis"))
     assert str(other).endswith(f"-m pip install -e '{ROOT}[dev]'")
     # Another interpreter was taken than the project's own.
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.touch()
-    monkeypatch.setattr(installed, "VENV", tmp_path / ".venv")
-    assert f". Type {python} train.py 'data.name=a b', which uses" in str(installed.explain_import_error(error))
-    monkeypatch.setattr(installed, "ROOT", tmp_path)
-    assert ". Type .venv/bin/python train.py 'data.name=a b', which uses" in str(installed.explain_import_error(error))
+    monkeypatch.setattr(missing_packages, "VENV", tmp_path / ".venv")
+    assert f". Type {python} train.py 'data.name=a b', which uses" in str(explain_import_error(error))
+    monkeypatch.setattr(missing_packages, "ROOT", tmp_path)
+    assert ". Type .venv/bin/python train.py 'data.name=a b', which uses" in str(explain_import_error(error))
 
 
 @pytest.mark.parametrize(
@@ -176,16 +177,16 @@ def test_pip_is_that_of_the_environment(
         monkeypatch.delenv(name, raising=False)
     if active is not None:
         monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / active))
-    monkeypatch.setattr(installed, "ROOT", tmp_path)
-    monkeypatch.setattr(installed, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(missing_packages, "ROOT", tmp_path)
+    monkeypatch.setattr(missing_packages, "VENV", tmp_path / ".venv")
     monkeypatch.setattr(sys, "prefix", prefix if prefix == "/usr" else str(tmp_path / prefix))
     monkeypatch.setattr(sys, "base_prefix", "/usr")
     monkeypatch.chdir(tmp_path / folder)
     start = command.format(venv=tmp_path / ".venv", executable=sys.executable)
-    assert installed.pip_install("torchao==0.18.0") == f"{start} torchao==0.18.0"
+    assert missing_packages.pip_install("torchao==0.18.0") == f"{start} torchao==0.18.0"
     project = "." if folder == "." else str(tmp_path)
-    assert installed.pip_install(extra="wandb") == f"{start} -e '{project}[wandb]'"
-    assert installed.pip_install() == f"{start} -e {project}"
+    assert missing_packages.pip_install(extra="wandb") == f"{start} -e '{project}[wandb]'"
+    assert missing_packages.pip_install() == f"{start} -e {project}"
 
 
 def test_messages_name_no_bare_pip() -> None:
@@ -200,10 +201,10 @@ def test_messages_name_no_bare_pip() -> None:
 
 def test_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 10, 13, "final", 0))
-    monkeypatch.setattr(installed, "VENV", tmp_path)
-    message = installed.explain_import_error(TypeError("unsupported operand"))
+    monkeypatch.setattr(missing_packages, "VENV", tmp_path)
+    message = explain_import_error(TypeError("unsupported operand"))
     assert message and "is Python 3.10.13; this project needs 3.11 or newer. Type make -C " in message
-    assert installed.explain_import_error(KeyboardInterrupt()) is None
+    assert explain_import_error(KeyboardInterrupt()) is None
 
 
 @pytest.mark.parametrize(
@@ -220,13 +221,13 @@ def test_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_other_errors_keep_their_traceback(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert installed.explain_import_error(error) is None
+    assert explain_import_error(error) is None
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     main = sys.modules["__main__"]
     for file, taken in ((ROOT / "scripts" / "plan.py", True), (ROOT / "tests" / "oracle.py", False)):
         monkeypatch.setattr(main, "__file__", str(file), raising=False)
         monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-        installed.report_missing_packages()
+        missing_packages.report_missing_packages()
         assert (sys.excepthook is not sys.__excepthook__) == taken, "only in the project's own command lines"
         sys.excepthook(type(error), error, None)
         assert type(error).__name__ in capfd.readouterr().err

@@ -21,7 +21,7 @@ from megatron_llama.config.precision import LEAST_IN_BLOCKS, STATE_BLOCK
 from megatron_llama.config.problems import ConfigError, format_value
 from megatron_llama.config.settings import Config, DataConfig
 from megatron_llama.config.settings_table import check_limits, get, put, settings_by_name
-from megatron_llama.config.stored import read_values
+from megatron_llama.config.stored_settings import read_values
 from megatron_llama.corpus.splits import samples_per_epoch
 from megatron_llama.devices import NAMES, Device, device_named, find_device
 from megatron_llama.plan.derive import FINETUNING_LR, PREFERENCE_LR, PRETRAINING_LR, default_lr

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from tests import ranks, workers
+from tests import pytest_workers, ranks
 from tests.processes import Launcher, host_store, run_forked
 from tests.ranks import run_ranks
 from tests.tiers import ROWS, escaped, selected_by_tier
@@ -63,7 +63,7 @@ def test_a_limit_names_the_running_tests(tmp_path: Path, monkeypatch: pytest.Mon
     running = tmp_path / "running"
     test = f"def test_long():\n    open({str(running)!r}, 'w').close()\n    time.sleep(100)\n"
     (tmp_path / "test_first.py").write_text(f"import time\n{test}def test_after(): pass\n")
-    monkeypatch.setattr(workers, "monotonic", lambda: 50.0 * running.exists())
+    monkeypatch.setattr(pytest_workers, "monotonic", lambda: 50.0 * running.exists())
     status, output = _pytest(tmp_path, "--workers", "1", "--limit", "40")
     assert status == 2
     assert "stopped after --limit 40 s: 2 tests have not ended" in output

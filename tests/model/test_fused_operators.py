@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 from megatron_llama.devices.cuda.kernels import CudaKernels
 from megatron_llama.devices.kernels import Kernels
-from megatron_llama.model.fused import FusedOperators, fused_operators
+from megatron_llama.model.fused_operators import FusedOperators, fused_operators
 from megatron_llama.model.llama import Attention, FeedForward, swiglu
 from megatron_llama.model.rms_norm import RMSNorm, normalize
 from megatron_llama.model.rotary import rotate

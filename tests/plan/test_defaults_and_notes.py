@@ -11,7 +11,7 @@ from megatron_llama.config import Config, load_config, to_yaml
 from megatron_llama.config.problems import format_value
 from megatron_llama.config.settings_table import get
 from megatron_llama.plan import Machine, Plan, format_plan, resolve
-from megatron_llama.plan.choices import CHOSEN, choose_defaults
+from megatron_llama.plan.defaults_and_notes import CHOSEN, choose_defaults
 from tests.config.helpers import everything_exists
 from tests.golden import GoldenFiles
 from tests.paths import CONF, ROOT

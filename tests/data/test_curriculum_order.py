@@ -19,7 +19,7 @@ from megatron_llama.config import ConfigError
 from megatron_llama.corpus.difficulty_index import open_difficulty_index
 from megatron_llama.corpus.splits import planned_timeline
 from megatron_llama.data.batches import Batches, Data, build_data
-from megatron_llama.data.graded_order import GroupSchedule, cut_sample, group_seed, levels_of
+from megatron_llama.data.curriculum_order import GroupSchedule, cut_sample, group_seed, levels_of
 from megatron_llama.data.pretraining_samples import EndlessDataset, SampleStream
 from megatron_llama.data.resume_record import Record
 from megatron_llama.plan import Plan
@@ -38,7 +38,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("graded")
     written = write_indexed(folder / "a", numbered(200))
     for name in ("first", "last_digit"):
-        metric = f"tests.data.test_graded_order.{name}"
+        metric = f"tests.data.test_curriculum_order.{name}"
         analyze.main([written, "--metric", metric, "--seq-length", "32", "--workers", "1"])
     return written
 
