@@ -122,7 +122,7 @@ class MemoryCopies:
         """Slot of this rank's newest copy."""
         self._buffers: dict[tuple[int, int], torch.Tensor] = {}
         """The mapped files, by rank and slot."""
-        self._stream = copy_stream(device, "copies in memory")
+        self._stream = copy_stream(device, "copies in memory") if devices.of(device).overlaps_copies else None
         self._copied: torch.Event | None = None
         """End of the device's last copy, until later work waits for it."""
         self._thread: threading.Thread | None = None
@@ -204,7 +204,7 @@ class MemoryCopies:
     def copy(self, tensors: Mapping[str, Rectangles], state: State) -> None:
         """Copy the tensors. A thread hashes them and exchanges copies with other nodes. Call ``wait`` before.
 
-        On an asynchronous device the copies overlap with the next step; call ``hold_updates`` before it changes them.
+        On some devices the copies overlap with the next step: call ``hold_updates`` before it changes the tensors.
         """
         slot = self._slot = 1 - self._slot
         self._file(self._rank, slot, ".json").unlink(missing_ok=True)
@@ -218,6 +218,8 @@ class MemoryCopies:
         with on_stream(self._stream):
             for (*_, part), (*_, copy) in zip(parts, copies, strict=True):
                 copy.copy_(part, non_blocking=True)
+        if self._stream is None:
+            devices.of(self._device).synchronize()
         copied = self._copied = None if self._stream is None else self._stream.record_event()
 
         def finish() -> None:

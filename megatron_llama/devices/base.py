@@ -86,6 +86,8 @@ class Device(ABC):
     asynchronous: bool = True
     """Whether the host runs ahead of the device. Reading a value on the host is then a sync, and memory in use by a
     queued operation must not be freed."""
+    overlaps_copies: bool = False
+    """Whether copies in memory run on a separate torch.Stream, next to the training step."""
     sums_int64: bool = False
     """Whether the device sums int64 tensors: trainer.exact needs it, and copies are compared on the device."""
     keeps_bf16_grads: bool = False

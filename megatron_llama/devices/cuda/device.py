@@ -66,6 +66,7 @@ class Cuda(Device):
     compiles_epochs = True
     fuses_eager_blocks = True
     pins_memory = True
+    overlaps_copies = True
     sums_int64 = True
     has_float8 = True
     has_async_tp = True
