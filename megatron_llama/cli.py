@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_llama import events, hooks
+from megatron_llama import event_hook, optional_tools
 from megatron_llama.system.errors import LaunchFailed, Stopped, machine_fault
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.missing_packages import require_packages
@@ -147,19 +147,19 @@ def _report_errors(overrides: list[str], entry: Entry | None, subfolder: str | N
         report_to_batch_script(status)
     if folder is not None and status in (0, EXIT_FAILED):  # not after a signal, when a scheduler may kill this process
         _write_report(folder)
-    events.finish()
+    event_hook.finish()
     return status
 
 
 def _write_report(folder: Path) -> None:
     """Write report.html of a run that has ended. A failure is a warning: it must not change the exit status."""
     try:
-        if write := hooks.load(hooks.REPORT):
+        if write := optional_tools.load(optional_tools.REPORT):
             write(folder)
     except (Exception, KeyboardInterrupt) as error:
         rules = "; ".join(problem.rule for problem in getattr(error, "problems", ()))
         reason = " ".join((rules or str(error) or type(error).__name__).split())
-        sys.stderr.write(f"WARNING: {folder / hooks.REPORT_FILE} was not written: {reason}\n")
+        sys.stderr.write(f"WARNING: {folder / optional_tools.REPORT_FILE} was not written: {reason}\n")
 
 
 def usage() -> str:

@@ -10,24 +10,18 @@ import concurrent.futures
 import contextlib
 import http.client
 import json
-import operator
 import os
-import re
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from data_prep.lib.find_inputs import find_sources
-from data_prep.lib.input_readers import Source, read_lines
-from data_prep.lib.record_formats import loads
 from megatron_llama.config.data_settings import RAW_DATA_SUFFIXES, strip_compression
 from megatron_llama.system.errors import MachineError, UserError
-from megatron_llama.system.files import atomic_open, sha256_file, try_lock, write_atomically
+from megatron_llama.system.files import sha256_file, try_lock, write_atomically
 
 CHUNK_BYTES = 1 << 20
 TIMEOUT_SECONDS = 60.0
@@ -260,115 +254,6 @@ def shares(subsets: Sequence[str]) -> dict[str, float]:
         raise UserError("no shares are published for a mix of V1 and V2: prepare them separately, or write --subsets")
     total = sum(LLAMA_SHARES[name] for name in subsets)
     return {name: LLAMA_SHARES[name] / total for name in subsets}
-
-
-RULE = re.compile(r"\s*(\w+)\s*(<=|>=|==|!=|<|>)\s*(-?[\d.]+(?:[eE][-+]?\d+)?)\s*$")
-COMPARE: dict[str, Callable[[float, float], bool]] = {
-    "<=": operator.le,
-    ">=": operator.ge,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    ">": operator.gt,
-}
-
-
-@dataclass(frozen=True)
-class QualityRule:
-    """Condition on a quality signal of V2, such as rps_doc_word_count>=50."""
-
-    signal: str
-    sign: str
-    limit: float
-
-    @staticmethod
-    def parse(text: str) -> QualityRule:
-        """Parse a rule.
-
-        Raises:
-            UserError: The text is not a condition.
-        """
-        match = RULE.match(text)
-        if not match:
-            raise UserError(f"--quality {text!r}: write SIGNAL>=NUMBER, for example rps_doc_word_count>=50")
-        return QualityRule(match[1], match[2], float(match[3]))
-
-    def holds(self, signals: dict[str, Any]) -> bool:
-        """Whether a document satisfies the rule; a null signal does not.
-
-        Raises:
-            KeyError: The signal does not exist.
-        """
-        spans = signals[self.signal]
-        value = spans[0][2] if spans else None
-        return value is not None and COMPARE[self.sign](float(value), self.limit)
-
-    def __str__(self) -> str:
-        return f"{self.signal}{self.sign}{self.limit:g}"
-
-
-def signals_path(documents: str) -> str:
-    """Return the quality signals file of a V2 documents file. Raises UserError."""
-    head, marker, tail = documents.rpartition(f"{os.sep}documents{os.sep}")
-    name = tail
-    for suffix in (".gz", ".zst", *RAW_DATA_SUFFIXES):
-        name = name.removesuffix(suffix)
-    base = os.path.join(head, "quality_signals", name + ".signals.json")
-    for suffix in (".gz", ".zst", ""):
-        if marker and os.path.exists(base + suffix):
-            return base + suffix
-    raise UserError(f"{documents}: no quality signals file {base}.gz: download it, or remove --quality")
-
-
-def filter_file(source: Source, target: Path, rules: Sequence[QualityRule]) -> dict[str, int]:
-    """Copy the lines of documents that satisfy all rules to a .zst file; return the counts.
-
-    Lines of the two files correspond. If a signal's id has a line number, it is verified.
-
-    Raises:
-        UserError: The files do not match, a signal is unknown, or a line of signals is invalid.
-    """
-    counts = {"kept": 0, **{str(rule): 0 for rule in rules}}
-    signals_file = signals_path(source.path)
-    import zstandard
-
-    files = (source, *find_sources([signals_file]).sources)
-    pairs = zip_longest(*((line for line in read_lines(one) if line.strip()) for one in files))
-    with atomic_open(target) as packed, zstandard.ZstdCompressor().stream_writer(packed, closefd=False) as file:
-        for number, (line, signals) in enumerate(pairs):
-            if line is None or signals is None:
-                shorter = source.path if line is None else signals_file
-                raise UserError(
-                    f"{source.path} and its quality signals differ in length: {shorter} ends after {number} lines"
-                )
-            values = _signals(signals, signals_file, number)
-            try:
-                failed = next((rule for rule in rules if not rule.holds(values)), None)
-            except KeyError as error:
-                known = ", ".join(sorted(values)[:12])
-                raise UserError(
-                    f"{signals_file}, line {number + 1}: no signal {error}; the signals are {known}"
-                ) from None
-            except (TypeError, IndexError, ValueError):
-                raise UserError(f"{signals_file}, line {number + 1}: a signal has no value") from None
-            counts["kept" if failed is None else str(failed)] += 1
-            if failed is None:
-                file.write(line + b"\n")
-    return counts
-
-
-def _signals(line: bytes, path: str, number: int) -> dict[str, Any]:
-    try:
-        record = loads(line)
-        values = record["quality_signals"]
-        values = loads(values.encode()) if isinstance(values, str) else values
-        identity = str(record.get("id", ""))
-    except (ValueError, TypeError, KeyError):
-        raise UserError(f"{path}, line {number + 1}: not a quality signals record") from None
-    last = identity.rpartition("/")[2]
-    if last.isdigit() and int(last) != number:
-        raise UserError(f"{path}, line {number + 1}: it has document {identity}, so lines are missing before it")
-    return dict(values)
 
 
 def write_conf(path: Path, prefixes: dict[str, str], tokenizer: str, split: str, command: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_llama import devices, events
+from megatron_llama import devices, event_hook
 from megatron_llama.checkpoint.folder import (
     CLAIM,
     discard,
@@ -201,7 +201,7 @@ class Saver:
             self._state, self._thread, self._tries, self.lost = None, None, 0, state
             self._failed.append(failed)
             self._given_up += 1
-            events.send("failed_save", step=state.step, reason=cause)
+            event_hook.send("failed_save", step=state.step, reason=cause)
             if len(self._failed) >= self.settings.max_failed_saves:
                 self._stop(state, failed)
             self._report(f"{cause}; step {state.step} is not saved")

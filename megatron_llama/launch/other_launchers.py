@@ -10,7 +10,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
-from megatron_llama import events
+from megatron_llama import event_hook
 from megatron_llama.launch.environment import ProcessContext, is_loopback
 from megatron_llama.launch.host_checks import check_start
 from megatron_llama.launch.job_store import SECRET, LaunchFailed, StoreLost, describe_lost_store
@@ -64,7 +64,7 @@ def join(plan: Plan, world: World, context: ProcessContext, entry: Entry, prints
             raise LaunchFailed(str(describe_lost_store(error, address)).rstrip(".")) from error
         set_spill_folder(Path(str(plan.config.run.dir)))
         if context.rank == 0:
-            events.listen(plan.config.hook.on_event, plan.run_dir)
+            event_hook.listen(plan.config.hook.on_event, plan.run_dir)
         _set_gloo_interface(context, local)
         hang_seconds = plan.config.trainer.hang_timeout_seconds
         if not starts_ranks:

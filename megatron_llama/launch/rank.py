@@ -26,7 +26,7 @@ from megatron_llama.system.output import protect_output
 if __name__ == "__main__":  # first: the terminal may close during the imports
     protect_output()
 
-from megatron_llama import events  # noqa: E402
+from megatron_llama import event_hook  # noqa: E402
 from megatron_llama.config import ConfigError  # noqa: E402
 from megatron_llama.launch.job_store import describe_lost_store  # noqa: E402
 from megatron_llama.launch.run_dir import report_to_batch_script  # noqa: E402
@@ -237,7 +237,7 @@ def run_as_rank(plan: Plan, rank: int, entry: Entry) -> int:
         if rank == 0:
             report_to_batch_script(EXIT_FAILED)
         log(EXIT_FAILED, fault or f"rank {rank} failed: {describe(error).reason}")
-        events.finish()
+        event_hook.finish()
         # Not sys.exit: a clean exit may deadlock with other ranks, and the launcher must see the cause first.
         os._exit(EXIT_FAILED)
     return log(0)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_llama import events
+from megatron_llama import event_hook
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device, get_device
 from megatron_llama.devices.compile_cache import open_compile_cache
@@ -63,7 +63,7 @@ def run_here(plan: Plan, entry: Entry = TRAIN, prints_plan: bool = True) -> int:
     """
     folder = Path(str(plan.config.run.dir))
     with claim_run_dir(folder):
-        events.listen(plan.config.hook.on_event, folder)
+        event_hook.listen(plan.config.hook.on_event, folder)
         checked = check_start(plan, folder) if entry == TRAIN else ""
         sys.stdout.write(open_plan(plan, prints_plan) + checked + "\n")
         with rank_outputs(folder, range(plan.world_size)) as output_dir:

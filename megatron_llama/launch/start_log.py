@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_llama import events
+from megatron_llama import event_hook
 from megatron_llama.config.problems import shorten
 from megatron_llama.config.stored_settings import stored_steps
 from megatron_llama.plan import Plan
@@ -110,9 +110,9 @@ def log_start(plan: Plan) -> None:
     except OSError as error:
         sys.stderr.write(f"WARNING: {plan.run_dir / STARTS_FILE} was not written: {error.strerror or error}.\n")
     if restarts:
-        events.send("restart", step=step, restarts=restarts, **cause)
+        event_hook.send("restart", step=step, restarts=restarts, **cause)
     else:
-        events.send("start", step=step)
+        event_hook.send("start", step=step)
 
 
 def command_of_process() -> str:
@@ -134,7 +134,7 @@ def log_end(folder: Path, status: int, reason: str = "", *, is_last: bool = Fals
     with suppress(OSError):
         append_start_line(folder, {**line, "reason": reason})
     if is_last or status != EXIT_FAILED or _read_restarts()[1] == 0:
-        events.send("stop" if status == EXIT_RESTART else "end", step=step, status=status, reason=reason)
+        event_hook.send("stop" if status == EXIT_RESTART else "end", step=step, status=status, reason=reason)
 
 
 def read_starts(folder: Path) -> tuple[list[Start], int]:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from megatron_llama import hooks
+from megatron_llama import optional_tools
 from megatron_llama.config.stored_settings import checkpoint_folder
 from megatron_llama.devices import Peak, get_device
 from megatron_llama.plan import Plan
@@ -183,7 +183,7 @@ def _outputs(plan: Plan, picture: Path | None) -> list[str]:
     run_dir, checkpoints = plan.run_dir, checkpoint_folder(plan.run_dir, plan.config)
     outputs = [
         ("loss curve", picture),
-        ("report", run_dir / hooks.REPORT_FILE),
+        ("report", run_dir / optional_tools.REPORT_FILE),
         ("metrics", run_dir / "metrics.jsonl"),
         ("TensorBoard", run_dir / "tensorboard"),
         ("checkpoints", checkpoints),
@@ -192,7 +192,8 @@ def _outputs(plan: Plan, picture: Path | None) -> list[str]:
     ]
     lines = [""]
     for label, path in outputs:
-        is_due = label == "report" and hooks.is_installed(hooks.REPORT)  # written after the ranks have ended
+        # The report is written after the ranks have ended.
+        is_due = label == "report" and optional_tools.is_installed(optional_tools.REPORT)
         if path is not None and (is_due or isinstance(path, RemotePath) or path.exists()):
             command = "tensorboard --logdir " if label == "TensorBoard" else ""
             lines.append(f"  {label:15s} {command}{escape(str(path))}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_llama import hooks
+from megatron_llama import optional_tools
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.data.batches import Batches, Data
@@ -116,7 +116,7 @@ def load(plan: Plan, topology: Topology, checkpointer: Checkpointer, model: Para
 
 def build_profiler(plan: Plan, topology: Topology, device: Device, model: ParallelModel, optimizer: Optimizer) -> Any:
     """Build the profiler of trainer.profile; None without it."""
-    build = hooks.load(hooks.PROFILER) if plan.config.trainer.profile else None
+    build = optional_tools.load(optional_tools.PROFILER) if plan.config.trainer.profile else None
     return build(plan, topology, device, model, optimizer) if build else None
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_llama import events
+from megatron_llama import event_hook
 from megatron_llama.data.batches import Data, build_data
 from megatron_llama.devices import Device
 from megatron_llama.optim import build_optimizer
@@ -35,7 +35,7 @@ def run_rank(plan: Plan) -> None:
     phase.enter("meeting the other ranks", phase.PATIENT)
     command = plan.config.hook.on_event if topology.is_logger else None
     with (
-        events.listening(command, Path(str(plan.config.run.dir))),
+        event_hook.listening(command, Path(str(plan.config.run.dir))),
         process_groups(plan, topology, device, torch_device),
     ):
         device.seed(plan.config.trainer.seed)  # after the process group, which some runtimes must initialize first

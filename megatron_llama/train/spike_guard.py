@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_llama import events
+from megatron_llama import event_hook
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.folder import saved_steps
 from megatron_llama.checkpoint.manifest import State
@@ -127,7 +127,7 @@ class SpikeGuard(StepGuard):
             self._recent = []
             advice = "the learning rate may be too high, or the data damaged"
             _report(f"step {step}: {REPEATED} spikes within {window} steps: {advice}")
-            events.send("spikes", step=step, count=REPEATED, within_steps=window)
+            event_hook.send("spikes", step=step, count=REPEATED, within_steps=window)
 
     def after_step(self, metrics: Mapping[str, float], checkpointer: Checkpointer, stop: bool) -> None:
         """Rewind if the step was a spike.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_llama import events
+from megatron_llama import event_hook
 from megatron_llama.devices import Device
 from megatron_llama.devices.base import FAULT_METRICS, FaultCounts
 from megatron_llama.parallel import ParallelModel
@@ -208,13 +208,13 @@ class StragglerWatch:
     def _fault_lines(self, step: int, ranks: Sequence[int], hosts: Sequence[str]) -> Iterator[str]:
         for rank in ranks:
             faults = self._faults.describe(rank)
-            events.send("device_fault", step=step, rank=rank, on_host=hosts[rank], reason=faults)
+            event_hook.send("device_fault", step=step, rank=rank, on_host=hosts[rank], reason=faults)
             yield f"step {step}: rank {rank} on {hosts[rank]}: device errors: {faults}"
 
     def _lines(self, step: int, verdict: Verdict, busy: Sequence[float], hosts: Sequence[str]) -> Iterator[str]:
-        if slow := verdict.started[: events.MOST_RANKS]:
+        if slow := verdict.started[: event_hook.MOST_RANKS]:
             on_hosts = [hosts[rank] for rank in slow]
-            events.send("straggler", step=step, ranks=slow, on_hosts=on_hosts, ratio=round(verdict.ratio, 2))
+            event_hook.send("straggler", step=step, ranks=slow, on_hosts=on_hosts, ratio=round(verdict.ratio, 2))
         for rank in verdict.started:
             expected = self._stragglers.expected(rank, busy)
             yield (

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import tests.warm  # noqa: F401  before the first fork
-from megatron_llama import events
+from megatron_llama import event_hook
 from megatron_llama.checkpoint import saving
 from megatron_llama.train import loop, stragglers
 from tests.launch.small_runs import SMALL
@@ -62,18 +62,18 @@ def test_events_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_commands_that_fail_or_never_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(events, "_hook", None)
-    monkeypatch.setattr(events, "MOST_RUNNING", 2)
+    monkeypatch.setattr(event_hook, "_hook", None)
+    monkeypatch.setattr(event_hook, "MOST_RUNNING", 2)
     command = f"read event; case $event in *end*) exit 3;; esac; echo $$ >> {tmp_path}/pids; sleep 1000; :"
-    assert events.listen(command, tmp_path) and not events.listen("true", tmp_path), "one command of a process"
+    assert event_hook.listen(command, tmp_path) and not event_hook.listen("true", tmp_path), "one command of a process"
     for event in ("end", "first", "second", "third"):
-        events.send(event, large="x" * 1000)
-        wait_until(lambda event=event: event != "end" or not events._own_hook().running())  # type: ignore
+        event_hook.send(event, large="x" * 1000)
+        wait_until(lambda event=event: event != "end" or not event_hook._own_hook().running())  # type: ignore
     wait_until(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text().count("\n") == 2)
-    monkeypatch.setattr(events, "END_SECONDS", 600.0)
+    monkeypatch.setattr(event_hook, "END_SECONDS", 600.0)
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()  # ends the wait
     begin = time.monotonic()
-    events.finish()
+    event_hook.finish()
     assert time.monotonic() - begin < 60
     assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
     assert capfd.readouterr().err.splitlines() == [
@@ -82,9 +82,9 @@ def test_commands_that_fail_or_never_end(
         "hook.on_event: killed the command of the event first 0 s after the end",
         "hook.on_event: killed the command of the event second 0 s after the end",
     ]
-    monkeypatch.setattr(events, "END_SECONDS", 0.0)
-    events.send("first")
-    events.finish()
+    monkeypatch.setattr(event_hook, "END_SECONDS", 0.0)
+    event_hook.send("first")
+    event_hook.finish()
     assert capfd.readouterr().err.count("killed the command") == 1
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    assert events._own_hook() is None, "a fork"
+    assert event_hook._own_hook() is None, "a fork"

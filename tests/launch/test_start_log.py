@@ -272,11 +272,11 @@ def test_no_error_of_a_report_leaves_it(
     def fails(folder: Path) -> None:
         raise error
 
-    monkeypatch.setattr(cli.hooks, "load", lambda tool: fails)
+    monkeypatch.setattr(cli.optional_tools, "load", lambda tool: fails)
     cli._write_report(tmp_path)
     reason = "a b" if str(error) else type(error).__name__
     assert capsys.readouterr().err == f"WARNING: {tmp_path}/report.html was not written: {reason}\n"
-    monkeypatch.setattr(cli.hooks, "load", lambda tool: None)
+    monkeypatch.setattr(cli.optional_tools, "load", lambda tool: None)
     cli._write_report(tmp_path)
     assert not capsys.readouterr().err, "without tools"
 

@@ -22,7 +22,7 @@ from megatron_llama.tools.doctor.disks import RUN, Need
 from megatron_llama.tools.doctor.examination import DoctorReport
 from megatron_llama.tools.doctor.finding import BREAKS, WARNS, Finding, NodeState
 from megatron_llama.tools.doctor.network import ClockReading, Connections
-from megatron_llama.tools.doctor.ranks import Rate, first_ranks, pairing_rounds
+from megatron_llama.tools.doctor.rank_and_link_speed import Rate, first_ranks, pairing_rounds
 from tests.config.helpers import make
 from tests.golden import GoldenFiles
 from tests.ranks import check_threads

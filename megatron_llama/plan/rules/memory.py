@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_llama import hooks
+from megatron_llama import optional_tools
 from megatron_llama.config.problems import Problem
 from megatron_llama.config.settings import Config
 from megatron_llama.devices import find_device
@@ -96,7 +96,7 @@ def _sure(needed: Footprint, machine: Machine) -> float:
 
 def _suggest_changes(plan: Plan, machine: Machine, replan: Callable[[Config, int], Plan]) -> str:
     """Return the cheapest changes that make the plan fit; a general suggestion without tools."""
-    fitting_changes = hooks.load(hooks.ADVICE)
+    fitting_changes = optional_tools.load(optional_tools.ADVICE)
     budget = machine.memory_bytes // machine.ranks
 
     def needs(other: Plan) -> int:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_llama import hooks
+from megatron_llama import optional_tools
 from megatron_llama.config.data_settings import derives_validation
 from megatron_llama.config.problems import Problem, duplicate_length, format_value
 from megatron_llama.config.settings import Config, TrainerConfig
@@ -41,7 +41,7 @@ def epochs_or_steps(config: Config, world_size: int) -> Iterator[Problem]:
 def profiled_steps_are_run(config: Config, world_size: int) -> Iterator[Problem]:
     """The profiled steps are part of the run."""
     profile, steps = config.trainer.profile, config.trainer.steps
-    if profile is not None and not hooks.is_installed(hooks.PROFILER):
+    if profile is not None and not optional_tools.is_installed(optional_tools.PROFILER):
         rule = "needs megatron_llama/tools/profile, which is not installed here"
         yield Problem("trainer.profile", profile, rule, "write trainer.profile=null, or install the whole package")
     if profile is not None and profile[1] > steps:

@@ -147,8 +147,7 @@ def _measure(
     examination: Examination, world: World, connections: Connections
 ) -> tuple[dict[str, Any] | None, list[Finding]]:
     """Start the ranks or become one; return the measurements and findings on the first process."""
-    from megatron_llama.tools.doctor import ranks
-    from megatron_llama.tools.doctor.ranks import RESULT, measure_ranks
+    from megatron_llama.tools.doctor.rank_and_link_speed import RESULT, judge, measure_ranks
 
     plan = examination.plan
     assert plan is not None, "only runs with a plan are measured"
@@ -170,4 +169,4 @@ def _measure(
         if not examination.is_first:
             return None, []
         measured = json.loads((Path(folder) / RESULT).read_text(encoding="utf-8"))
-        return measured, list(ranks.judge(measured))
+        return measured, list(judge(measured))

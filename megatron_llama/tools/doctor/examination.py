@@ -207,7 +207,7 @@ class DoctorReport:
         """Format the report as text."""
         lines = [*_node_table(self.nodes, self.readings), ""] if self.nodes else []
         if self.measured is not None:
-            from megatron_llama.tools.doctor.ranks import speed_table  # needs torch
+            from megatron_llama.tools.doctor.rank_and_link_speed import speed_table  # needs torch
 
             lines += [*speed_table(self.measured), ""]
         ordered = sorted(self.findings, key=lambda finding: SEVERITIES.index(finding.severity))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_llama.config import ConfigError, Problem, format_problems
 from megatron_llama.config.stored_settings import NAME
-from megatron_llama.hooks import REPORT_FILE
+from megatron_llama.optional_tools import REPORT_FILE
 from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import name_commands
