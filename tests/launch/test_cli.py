@@ -343,6 +343,7 @@ def srun(path: Path, arguments: list[str], folder: Path, tasks: int = 2) -> list
     return [started(command, folder, SLURM_PROCID=task, SLURM_LOCALID=task, **common) for task in numbers]
 
 
+@pytest.mark.slow
 def test_srun_ranks_meet(tmp_path: Path) -> None:
     tasks = srun(script(tmp_path, "meet"), [*TINY, "trainer.tp=2"], tmp_path)
     ends = [task.communicate(timeout=130) for task in tasks]
