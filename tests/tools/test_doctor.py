@@ -17,7 +17,7 @@ import pytest
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.launch.job_store import LaunchFailed
 from megatron_llama.plan import resolve
-from megatron_llama.tools.doctor import cli, disks, examination, machine, network, ranks
+from megatron_llama.tools.doctor import cli, disks, examination, machine, network, rank_and_link_speed
 from megatron_llama.tools.doctor.disks import RUN, Need
 from megatron_llama.tools.doctor.examination import DoctorReport
 from megatron_llama.tools.doctor.finding import BREAKS, WARNS, Finding, NodeState
@@ -153,12 +153,12 @@ def test_findings() -> None:
         "fast pairs": network.judge_pairs(nodes, tried()),
         "a pair without an answer": network.judge_pairs(nodes, tried(fault="no answer within 4 s")),
         "a slow pair": network.judge_pairs(nodes, tried(slow=0.05)),
-        "equal ranks and links": ranks.judge(measured(equal)),
-        "a slow rank": ranks.judge(measured([*equal[:5], 6e11, *equal[6:]])),
-        "a slow link": ranks.judge(measured(equal, lambda a, b: (a, b) == (1, 3))),
-        "slow links of a node": ranks.judge(measured(equal, lambda a, b: a == 2)),
-        "equal groups": ranks.judge(measured(equal) | {"collectives": rates(slow=8)}),
-        "a slow group": ranks.judge(measured(equal) | {"collectives": rates(slow=4)}),
+        "equal ranks and links": rank_and_link_speed.judge(measured(equal)),
+        "a slow rank": rank_and_link_speed.judge(measured([*equal[:5], 6e11, *equal[6:]])),
+        "a slow link": rank_and_link_speed.judge(measured(equal, lambda a, b: (a, b) == (1, 3))),
+        "slow links of a node": rank_and_link_speed.judge(measured(equal, lambda a, b: a == 2)),
+        "equal groups": rank_and_link_speed.judge(measured(equal) | {"collectives": rates(slow=8)}),
+        "a slow group": rank_and_link_speed.judge(measured(equal) | {"collectives": rates(slow=4)}),
     }
     page = ""
     for name, findings in situations.items():
