@@ -242,7 +242,7 @@ class MemoryCopies:
         self._run(finish)
 
     def hold_updates(self) -> None:
-        """Let the device begin work that is launched later only when it has copied the tensors. The host goes on."""
+        """Let the device begin later work only when it has copied the tensors. The host does not wait."""
         if self._copied is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._copied)
             self._copied = None
