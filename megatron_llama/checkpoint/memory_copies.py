@@ -212,19 +212,19 @@ class MemoryCopies:
         header, starts = part_header(parts)
         buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         copies: list[Part] = []
-        for name, offset, part in parts:
-            start = starts[part_key(name, offset)]
-            copies.append((name, offset, buffer[start : start + part.nbytes].view(part.dtype).view(part.shape)))
         with on_stream(self._stream):
-            for (*_, part), (*_, copy) in zip(parts, copies, strict=True):
-                copy.copy_(part, non_blocking=True)
+            for name, offset, part in parts:
+                start = starts[part_key(name, offset)]
+                copies.append((name, offset, buffer[start : start + part.nbytes].view(part.dtype).view(part.shape)))
+                copies[-1][2].copy_(part, non_blocking=True)
         if self._stream is None:
             devices.of(self._device).synchronize()
-        copied = self._copied = None if self._stream is None else self._stream.record_event()
+        else:
+            self._copied = self._stream.record_event()
 
         def finish() -> None:
-            if copied is not None:
-                copied.synchronize()
+            if self._stream is not None:
+                self._stream.synchronize()
             file = self._file(self._rank, slot).name
             chunks = [
                 (name, Chunk(file, starts[part_key(name, offset)], offset, tuple(copy.shape), hash_blocks(copy)))

@@ -71,8 +71,8 @@ def test_each_layout_resumes_with_the_same_bits(
     assert len(read_manifest(url / "step_00000002").files) > 8, "tensors are divided"
     assert_same(tensors_of(url / "step_00000002"), on_disk)
     whole = run(2, tmp_path / "whole", *LAYOUT, NO_SAVE, until=3)
-    layouts = {"tp2": (2, LAYOUT), "pp2": (2, ["trainer.pp=2"]), "one": (1, [])}
-    for name, (ranks, layout) in list(layouts.items())[: len(layouts) if kinds else 1]:
+    layouts = {"tp2": (2, LAYOUT)} | ({"pp2": (2, ["trainer.pp=2"]), "one": (1, [])} if kinds else {})
+    for name, (ranks, layout) in layouts.items():
         for number, kind in enumerate(kinds):
             store.fault(kind, match, method, count=3, skip=2 * number)
         resumed = run(ranks, tmp_path / name, *layout, remote, NO_SAVE, until=3)  # no local file
@@ -112,8 +112,8 @@ def _change(store: Store, name: str, change: Callable[[bytes], bytes]) -> None:
     store.put(name, change(store.get(name)))
 
 
-def _flipped(content: bytes) -> bytes:
-    return content[:-9] + bytes([content[-9] ^ 0x10]) + content[-8:]
+def _flipped(content: bytes, at: int = -9) -> bytes:
+    return content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :]
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Store, str], object], str]] = {
@@ -153,15 +153,13 @@ def test_the_one_before_a_damaged_one_is_used(
 def test_damage_of_all_checkpoints_and_of_values_that_another_layout_reads(store: Store, tmp_path: Path) -> None:
     remote, url = f"checkpoint.dir={store.url('run')}", RemotePath(store.url("run"))
     run(2, tmp_path / "run", *LAYOUT, EVERY_STEP, remote, until=2)
-    name = next(
-        each for each in store.names() if each.startswith("run/step_00000002/rank_00001.") and "json" not in each
-    )
-    _change(store, name, lambda content: content[:-6000] + bytes([content[-6000] ^ 0x10]) + content[-5999:])
+    files = [each for each in store.names() if each.endswith(".safetensors")]
+    second = next(each for each in files if each.startswith("run/step_00000002/rank_00001."))
+    _change(store, second, lambda content: _flipped(content, -6000))
     for ranks, layout in ((1, []), (2, ["trainer.pp=2"])):
         assert run(ranks, tmp_path / "run", *layout, remote, NO_SAVE).started_at == 1
-    for each in store.names():
-        if each.endswith(".safetensors"):
-            _change(store, each, lambda content: content[:-5])
+    for each in files:
+        _change(store, each, lambda content: content[:-5])
     with raises_with_message(RankFailed, "ConfigError.*all checkpoints are damaged.*checkpoint.resume=never"):
         run(2, tmp_path / "run", *LAYOUT, remote)
     assert saved_steps(url) == [2, 1]

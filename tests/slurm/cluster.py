@@ -62,6 +62,13 @@ class Lab:
         for name in ("scripts", "conf", "data_prep", "run.slurm", "compile.slurm", "prepare.slurm"):
             (folder / name).symlink_to(ROOT / name)
 
+    def checkout_with(self, folder: Path, train: str) -> str:
+        """Make a checkout whose train.py has this text; return the option of sbatch that submits from there."""
+        (folder / "checkout").mkdir()
+        (folder / "train.py").write_text(train)
+        self.link(folder / "checkout", folder / "train.py")
+        return f"--chdir={folder}/checkout"
+
     def set_up(self) -> None:
         """Starts what does not run; skips the test where that fails."""
         done = subprocess.run(["bash", str(SETUP)], env=self.variables, capture_output=True, text=True, timeout=300)

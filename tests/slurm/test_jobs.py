@@ -103,10 +103,8 @@ def seconds_run(job: Job) -> int:
 @pytest.mark.timeout(1800)
 def test_a_job_survives_time_limit_preemption_and_a_lost_node(lab: Lab, tmp_path: Path) -> None:
     folder, go = tmp_path / "run", tmp_path / "go"
-    (tmp_path / "paced.py").write_text(PACED_TRAIN.format(go=str(go), seconds=2.0))
-    (tmp_path / "checkout").mkdir()
-    lab.link(tmp_path / "checkout", tmp_path / "paced.py")
-    options = ["--nodes=4", "--time=60", "--signal=B:USR1@100", f"--chdir={tmp_path}/checkout"]
+    checkout = lab.checkout_with(tmp_path, PACED_TRAIN.format(go=str(go), seconds=2.0))
+    options = ["--nodes=4", "--time=60", "--signal=B:USR1@100", checkout]
     job = lab.submit(options, [*LONG, f"run.dir={folder}"])
 
     reached(job, folder, 2)
@@ -148,15 +146,13 @@ KILLS = int(os.environ.get("SLURM_LAB_KILLS", "3"))
 @pytest.mark.timeout(600 + 100 * KILLS)
 def test_copies_in_memory_survive_a_lost_node(lab: Lab, tmp_path: Path) -> None:
     folder, go, every, chance = tmp_path / "run", tmp_path / "go", 3, random.Random(KILLS)
-    (tmp_path / "paced.py").write_text(PACED_TRAIN.format(go=str(go), seconds=0.3))
-    (tmp_path / "checkout").mkdir()
-    lab.link(tmp_path / "checkout", tmp_path / "paced.py")
+    checkout = lab.checkout_with(tmp_path, PACED_TRAIN.format(go=str(go), seconds=0.3))
     lab.set_up_memory()
     settings = [*LONG, f"trainer.steps={40 + 12 * KILLS}"]
     arguments = [*settings, f"checkpoint.memory_every_steps={every}", f"run.dir={folder}"]
     arguments += [f"hook.on_event='cat >>{tmp_path}/events'"]
     # Slurm may requeue the job once more while a lost node returns.
-    job = lab.submit(["--nodes=2", f"--chdir={tmp_path}/checkout"], arguments, MAX_RESTARTS=str(3 * KILLS))
+    job = lab.submit(["--nodes=2", checkout], arguments, MAX_RESTARTS=str(3 * KILLS))
     reached(job, folder, 1)
     for number in range(1, KILLS + 1):
         reached(job, folder, steps(folder)[-1] + 2 * every)
@@ -204,10 +200,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_a_rank_that_fails_shows_its_traceback(lab: Lab, tmp_path: Path) -> None:
-    (tmp_path / "failing.py").write_text(FAILING_TRAIN)
-    (tmp_path / "checkout").mkdir()
-    lab.link(tmp_path / "checkout", tmp_path / "failing.py")
-    options = ["--nodes=4", f"--chdir={tmp_path}/checkout"]
+    options = ["--nodes=4", lab.checkout_with(tmp_path, FAILING_TRAIN)]
     job = lab.submit(options, [*LONG, "trainer.steps=100000", f"run.dir={tmp_path}/run"], MAX_RESTARTS="0")
     assert job.wait_for_end() == "FAILED"
     assert job.facts["ExitCode"] == "1:0"
