@@ -44,6 +44,10 @@ def read_arguments() -> argparse.Namespace:
     average, decay = arguments.average, arguments.average_decay
     if average < 1 or not 0 < decay <= 1 or (arguments.format != "hf" and average > 1):
         parser.error("--average must be at least 1 (with --format hf), --average-decay above 0 and at most 1")
+    if average == 1 and decay != 1:
+        parser.error("--average-decay has no effect without --average of at least 2")
+    if not 0 < arguments.max_shard_gb < math.inf:
+        parser.error("--max-shard-gb must be above 0 and finite")
     if arguments.push_to_hub is not None and arguments.format != "hf":
         parser.error("--push-to-hub needs --format hf")
     if arguments.adapter and (arguments.merge or arguments.base or average > 1 or arguments.format != "hf"):
@@ -55,8 +59,11 @@ def read_arguments() -> argparse.Namespace:
     return arguments
 
 
+TOO_LARGE = 1e18  # as of settings: the product must be finite in float32
+
+
 def parse_adapter(text: str) -> tuple[Path, float]:
-    """Return folder and weight of FOLDER[=WEIGHT], default 1. Raises ValueError for a weight that is no number."""
+    """Return folder and weight of FOLDER[=WEIGHT], default 1. Raises ValueError for an invalid weight."""
     folder, equals, weight = text.rpartition("=")
     if not equals or Path(text).exists():
         return Path(text), 1.0
@@ -64,8 +71,9 @@ def parse_adapter(text: str) -> tuple[Path, float]:
         number = float(weight)
     except ValueError:
         number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"--adapter {text}: the weight must be a number, such as --adapter {folder}=0.5")
+    if not abs(number) < TOO_LARGE:
+        rule = f"the weight must be a number below {TOO_LARGE:g}, such as --adapter {folder}=0.5"
+        raise ValueError(f"--adapter {text}: {rule}")
     return Path(folder), number
 
 

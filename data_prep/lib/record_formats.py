@@ -19,6 +19,7 @@ from megatron_llama.config.settings import CHAT_FORMATS, RENDERED
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.conversation import (
     REASONING_OMITTED,
+    RESERVED,
     RecordError,
     TemplateContext,
     Turn,
@@ -74,6 +75,8 @@ def parse_turns(record: Mapping[str, Any], format: str) -> tuple[Turns, list[str
     kind = _detected(record) if format == "auto" else format
     notes = _notes_on_other_keys(record, kind)
     turns = _READERS[kind](record)
+    if kind in ("preference", "prompt_completion") and _omits_prompt(record.get("prompt"), turns):
+        notes.append("prompt beside a conversation left out")  # a key in stored manifests; prose: ok
     if turns and turns[0].role == "system" and not turns[0].text.strip():
         turns, notes = turns[1:], [*notes, "empty system turn left out"]  # a key in stored manifests; prose: ok
     for key in ("system", "system_prompt"):  # next to the turns, as in LLaMA-Factory's exports
@@ -98,13 +101,19 @@ def parse_pair(record: Mapping[str, Any]) -> tuple[list[Turns], list[str]]:
     """Return the conversations with the chosen and with the rejected answer, and notes on omitted content.
 
     Raises:
-        RecordError: The record is invalid, or both answers are equal.
+        RecordError: The record is invalid, both answers are equal, or their prompts differ.
     """
     chosen, notes = parse_turns(record, "preference")
-    rejected, _ = parse_turns({**record, "chosen": _key(record, "rejected")}, "preference")
+    try:
+        rejected, others = parse_turns(record, "rejected")
+    except RecordError as error:
+        raise RecordError(error.reason, f"the rejected answer: {error.detail}") from None
     if chosen == rejected:
         raise RecordError("equal_answers", "the chosen answer equals the rejected one")
-    return [chosen, rejected], notes
+    first, second = ([turn for turn in turns if not turn.learn] for turns in (chosen, rejected))
+    if first != second:
+        raise RecordError("different_prompts", "the turns before the chosen and the rejected answer differ")
+    return [chosen, rejected], [*notes, *others]
 
 
 def parse_unpaired(record: Mapping[str, Any]) -> tuple[Turns, int, list[str]]:
@@ -152,6 +161,8 @@ def _context(record: Mapping[str, Any]) -> TemplateContext:
     variables = record.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
         raise RecordError("bad_tools", "chat_template_kwargs is not an object")
+    if reserved := RESERVED & {*variables}:
+        raise RecordError("bad_tools", f"chat_template_kwargs cannot set {', '.join(sorted(reserved))}")
     return TemplateContext(tuple(tools), {key: value for key, value in variables.items() if value is not None})
 
 
@@ -187,16 +198,26 @@ def _notes_on_other_keys(record: Mapping[str, Any], kind: str) -> list[str]:
     lists = [record.get(key) for key in (*_LISTS, "prompt", "completion", "response", "chosen")]
     listed = [turn for value in lists for turn in (value if isinstance(value, list) else [value])]
     turns = [turn for turn in listed if isinstance(turn, dict)]
-    names = (turn.get("name") for turn in turns if ROLES.get(str(turn.get("role", turn.get("from")))) != "tool")
+    names = (turn.get("name") for turn in turns if _role(turn) != "tool")
     notes = ["name of a turn ignored"] if any(name not in _NOTHING for name in names) else []
-    if any(record.get(key) not in _NOTHING for key in _REASONING):
+    others = [turn for turn in turns if _role(turn) != "assistant"]
+    reasoning = [one.get(key) for one in (record, *others) for key in _REASONING]
+    reasoning += [value for turn in turns for key in _REASONING if not isinstance(value := turn.get(key), str)]
+    if any(value not in _NOTHING for value in reasoning):
         notes.append(REASONING_OMITTED)
+    if not all(_is_empty(turn.get(key)) for turn in others for key in ("tool_calls", "function_call")):
+        notes.append("calls beside an answer left out")  # a key in stored manifests; prose: ok
     if record.get("weight") not in (None, 1):
         notes.append("weight of the record ignored")  # only a turn's weight is read
     key = "label" if kind == "prompt_completion" else "kto_tag"
     if record.get(key, True) in (False, "false", "False"):
         raise RecordError("rejected_answer", f"{key!r} is false; --format {UNPAIRED} reads labels (KTO)")
     return notes
+
+
+def _role(turn: Mapping[str, Any]) -> str | None:
+    """Return the role of a turn; None for unknown ones."""
+    return ROLES.get(str(_first_value(turn, "role", "from")).strip().lower())
 
 
 def repeats_key(line: bytes, keys: Iterable[str]) -> bool:
@@ -326,6 +347,16 @@ def _pair(record: Mapping[str, Any], *answer_keys: str) -> Turns:
     ]
 
 
+def _omits_prompt(prompt: Any, turns: Turns) -> bool:
+    """Return whether a prompt has a text that the conversation of an answer does not contain."""
+    whole = "\n".join(turn.text for turn in turns)
+    try:
+        asked = [] if prompt in _NOTHING else _side(prompt, "prompt", "user")
+    except RecordError:
+        return True
+    return any(turn.text.strip() not in whole for turn in asked)
+
+
 def _history(record: Mapping[str, Any]) -> list[list[str]]:
     """Return the previous (prompt, answer) pairs."""
     history = record.get("history") or []
@@ -353,6 +384,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Turns]] = {
     "sharegpt": lambda record: _listed(_key(record, *_LISTS)),
     "prompt_completion": lambda record: _pair(record, "completion", "response"),
     "preference": lambda record: _pair(record, "chosen"),
+    "rejected": lambda record: _pair(record, "rejected"),
     "alpaca": _alpaca,
     "gsm8k": lambda record: [
         Turn(role, _text(_key(record, key), key)) for role, key in (("user", "question"), ("assistant", "answer"))

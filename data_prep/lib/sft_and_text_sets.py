@@ -22,7 +22,7 @@ from megatron_llama.config.hub import resolve_hub_name
 from megatron_llama.config.settings import CHAT_TEMPLATES, RENDERED
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, NamedTemplate, RenderedText, TrainedTemplate
-from megatron_llama.text.conversation import LABELLED
+from megatron_llama.text.conversation import LABELLED, RESERVED
 from megatron_llama.text.tokenizer import open_tokenizer
 
 KEYS = ("sft", "sft" + MASK_SUFFIX)
@@ -67,7 +67,7 @@ class ExampleOptions:
             yield "--seq-length must be at least 1"
         if self.chat_template not in CHAT_TEMPLATES and not is_template_file(self.chat_template):
             yield f"--chat-template {self.chat_template}: write {', '.join(CHAT_TEMPLATES)} or FILE.jinja"
-        if reserved := {"messages", "tools", "add_generation_prompt"} & {*self.chat_template_kwargs}:
+        if reserved := RESERVED & {*self.chat_template_kwargs}:
             yield f"--chat-template-kwargs: {', '.join(sorted(reserved))} cannot be set"
         if self.format == RENDERED and (self.chat_template != "own" or self.chat_template_kwargs or self.template):
             yield "--format text has rendered chats: omit --chat-template, --chat-template-kwargs and --template"

@@ -131,6 +131,9 @@ def export(
     _check_options(manifest, kind, merge, base, average)
     source, shapes = open_source(manifest, is_adapter, merge, base)
     older = [read_manifest(folder) for folder in older_checkpoints(checkpoint, average - 1)]
+    if other := next((each for each in older if hf_shapes(model_of(each)) != hf_shapes(model)), None):
+        rule = f"{other.stored.folder} has other tensors or shapes than {checkpoint.name}"
+        raise ConfigError([Problem("--average", average, rule, "write a smaller --average")])
     if older:
         source = AveragedTensors.of(source, [open_source(each, False, merge, base)[0] for each in older], decay)
     if dtype == "auto":

@@ -330,16 +330,21 @@ def read_template(file: Path) -> str:
 
 
 def load_own_template(
-    path: Path, ends: Sequence[str], variables: Mapping[str, Any] = NO_CONTEXT.variables, source: str | None = None
+    path: Path,
+    ends: Sequence[str],
+    variables: Mapping[str, Any] = NO_CONTEXT.variables,
+    source: str | None = None,
+    name: str = OWN,
 ) -> Jinja:
     """Return the template of the tokenizer at ``path``, a Hugging Face folder or its tokenizer.json.
 
     Args:
         variables: Additional variables, as ``chat_template_kwargs``.
         source: Another template for this tokenizer.
+        name: Its file, for messages.
 
     Raises:
-        UserError: The tokenizer has no template.
+        UserError: The tokenizer has no template, or it does not compile.
     """
     if source is None and path.is_file() and path.suffix != ".json":
         raise UserError(f"{path} is a sentencepiece model, which has no chat template: write {OTHERS}")
@@ -359,7 +364,7 @@ def load_own_template(
     names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
     values = {name: one.get("content") if isinstance(one := named.get(name), dict) else one for name in names}
     tokens = {name: value for name, value in values.items() if isinstance(value, str)}
-    return Jinja(source, {**tokens, **variables}, ends, str(folder))
+    return Jinja(source, {**tokens, **variables}, ends, str(folder) if name == OWN else name)
 
 
 def own_template_sha256(path: Path) -> str | None:
@@ -389,7 +394,7 @@ class TrainedTemplate:
         if source is None and is_template_file(self.template):
             source = read_template(Path(self.template))
         named = NAMED_TEMPLATES.get(self.template)
-        return named or load_own_template(path, ends, json.loads(self.variables), source)
+        return named or load_own_template(path, ends, json.loads(self.variables), source, self.template)
 
 
 def trained_template(settings: Mapping[str, Any]) -> TrainedTemplate | None:

@@ -82,6 +82,8 @@ class TemplateContext:
 REASONING_OMITTED = "reasoning beside an answer left out"  # a key in stored manifests; prose: ok
 """Note on a record, counted in the manifest."""
 NO_CONTEXT = TemplateContext()
+RESERVED = {"messages", "tools", "add_generation_prompt"}
+"""Variables of Jinja templates that ``chat_template_kwargs`` cannot set."""
 
 
 class RecordError(Exception):

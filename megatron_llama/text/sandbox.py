@@ -194,7 +194,9 @@ def serve(seconds: float, memory: int) -> None:
         except (RecursionError, SyntaxError):
             _write(fault="it is nested too deeply")
         except Exception as error:  # a template can cause errors of many kinds
-            text = str(error) if template is None else f"{type(error).__name__}: {error}"
+            text = f"{type(error).__name__}: {error}"
+            if template is None:  # a syntax error has a line
+                text = f"line {error.lineno}: {error}" if hasattr(error, "lineno") else str(error)
             _write(fault=text[:200].encode(errors="replace").decode())
 
 

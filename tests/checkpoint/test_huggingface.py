@@ -456,4 +456,9 @@ def test_a_mean_of_checkpoints_is_the_mean_in_fp64(decay: float, tmp_path: Path)
     assert "mean of the checkpoints of steps 2, 3, 4" in (made / "README.md").read_text()
     with raises_with_message(ConfigError, "is above the number of checkpoints up to step_00000004, 4"):
         export(newest, tmp_path / "more", average=6)
+    run(1, tmp_path / "wide", "checkpoint.every_steps=1", "model.intermediate_size=128", until=3)
+    shutil.rmtree(newest.with_name("step_00000003"))
+    find_checkpoint(tmp_path / "wide").rename(newest.with_name("step_00000003"))
+    with raises_with_message(ConfigError, "step_00000003 has other tensors or shapes than step_00000004"):
+        export(newest, tmp_path / "more", average=2)
     assert not (tmp_path / "more").exists()

@@ -144,6 +144,10 @@ def test_the_script(world: World, trained: Path, tmp_path: Path, monkeypatch: py
     for name, tensor in load_file(tmp_path / "merged/model.safetensors").items():
         assert torch.equal(tensor, expected[name].bfloat16())  # summed in fp32, rounded once
     assert status(trained, tmp_path / "refused", "--merge", "--base", tmp_path) == 2
+    for wrong in (["--max-shard-gb", "nan"], ["--max-shard-gb", "0"], ["--average-decay", "0.5"]):
+        with pytest.raises(SystemExit, match="2"):
+            status(trained, tmp_path / "refused", *wrong)
+    assert status(trained, tmp_path / "refused", "--adapter", world.adapter) == 2
 
 
 def merge_adapters(
@@ -188,9 +192,10 @@ def test_a_weighted_sum_of_adapters(
     tune(1, full, "finetune=full", f"init_from={world.base}", steps=0)
     changed = tmp_path / "changed"
     tune(1, changed, *world.fresh, "model.sliding_window=4", steps=0)
-    for adapter, message in ((full, "has no LoRA adapter"), (changed, "sliding_window"), (tmp_path / "x", "x")):
+    missing = "name a LoRA run or a PEFT folder"
+    for adapter, message in ((full, "has no LoRA adapter"), (changed, "sliding_window"), (tmp_path / "x", missing)):
         assert merge("refused", adapter) == (2, {}) and message in capsys.readouterr().err
-    for adapters in ((f"{other}=half",), (other, other, "--merge")):
+    for adapters in ((f"{other}=half",), (f"{other}=1e300",), (other, other, "--merge")):
         with pytest.raises(SystemExit, match="2"):
             merge("refused", *adapters)
 

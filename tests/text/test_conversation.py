@@ -126,10 +126,19 @@ def test_pairs_have_two_answers() -> None:
     (chosen, rejected), notes = parse_pair(record)
     assert not notes and chosen[:-1] == rejected[:-1] == [replace(TWO[0], text="q", learn=False)]
     assert [chosen[-1], rejected[-1]] == [Turn("assistant", "yes"), Turn("assistant", "no")]
-    for reason, change in (("equal_answers", {"rejected": "yes"}), ("unknown_format", {"rejected": None, "no": 1})):
+    for reason, change, detail in (
+        ("equal_answers", {"rejected": "yes"}, "equals"),
+        ("unknown_format", {"rejected": None, "no": 1}, "the rejected answer: no key 'rejected'"),
+        ("content_not_text", {"rejected": 5}, "the rejected answer: rejected is a int"),
+        ("empty_content", {"rejected": " "}, "the rejected answer: turn 2 (assistant) is empty"),
+        ("different_prompts", {"chosen": [Q, A], "rejected": [{**Q, "content": "another"}, A]}, "differ"),
+    ):
         with pytest.raises(RecordError) as refused:
             parse_pair({key: value for key, value in {**record, **change}.items() if value})
-        assert refused.value.reason == reason
+        assert refused.value.reason == reason and detail in str(refused.value)
+    for prompt, expected in ((Q["content"], []), ("another", ["prompt beside a conversation left out"])):
+        chats = {"prompt": prompt, "chosen": [Q, A], "rejected": [Q, {**A, "content": "no"}]}
+        assert parse_pair(chats)[1] == expected
 
 
 def test_labels_of_answers() -> None:

@@ -121,6 +121,7 @@ def test_hermes_in_a_pair_and_in_a_text_of_the_user() -> None:
         {**OPENAI, "tools": "[{"},
         {**OPENAI, "tools": [{"description": "nameless"}]},
         {**OPENAI, "chat_template_kwargs": [1]},
+        {**OPENAI, "chat_template_kwargs": {"tools": []}},
         {"messages": [{**OPENAI["messages"][1], "tool_calls": [{"id": "1"}]}]},
         {"messages": [{**OPENAI["messages"][1], "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
         {"conversations": [{"from": "function_call", "value": "weather(Zürich)"}]},
@@ -227,6 +228,19 @@ def test_reasoning_is_learned_or_reported() -> None:
     assert notes == [REASONING_OMITTED] * 3
     record = {"messages": [{"role": "user", "content": ASK}, {**THOUGHT[1].message, "thinking": "x"}]}
     assert parse_turns(record, "auto") == (THOUGHT, [])
+
+
+@pytest.mark.parametrize(
+    ("role", "extra", "note"),
+    [
+        ("assistant", {"reasoning": ["a list"]}, REASONING_OMITTED),
+        ("user", {"reasoning": "a text"}, REASONING_OMITTED),
+        ("user", {"tool_calls": [CALL]}, "calls beside an answer left out"),
+    ],
+)
+def test_parts_of_turns_that_no_template_gets_are_counted(role: str, extra: dict[str, Any], note: str) -> None:
+    turns = [{"role": one, "content": "x", **(extra if one == role else {})} for one in ("user", "assistant")]
+    assert parse_turns({"messages": turns}, "auto")[1] == [note]
 
 
 def test_variables_of_a_template() -> None:

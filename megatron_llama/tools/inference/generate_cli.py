@@ -146,15 +146,18 @@ def _sampling(arguments: argparse.Namespace, saved: SavedModel, problems: Proble
 
 def _variables(arguments: argparse.Namespace, problems: Problems) -> dict[str, Any]:
     """Return --chat-template-kwargs."""
+    from megatron_llama.text.conversation import RESERVED
+
     text = arguments.chat_template_kwargs
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
         value = None
-    if isinstance(value, dict):
+    if isinstance(value, dict) and not RESERVED & {*value}:
         return value
+    names = ", ".join(sorted(RESERVED & {*value})) if isinstance(value, dict) else ""
     instead = """write --chat-template-kwargs '{"enable_thinking": false}'"""
-    problems.add("--chat-template-kwargs", text, "must be a JSON object", instead)
+    problems.add("--chat-template-kwargs", text, f"cannot set {names}" if names else "must be a JSON object", instead)
     return {}
 
 
@@ -165,7 +168,9 @@ def _tools(arguments: argparse.Namespace, problems: Problems) -> list[dict[str, 
     if arguments.tools is None:
         return []
     try:
-        return parse_tools(arguments.tools.read_text(encoding="utf-8"))
+        if tools := parse_tools(arguments.tools.read_text(encoding="utf-8-sig")):
+            return tools
+        raise RecordError("bad_tools", "it has no function")
     except (OSError, UnicodeDecodeError, RecursionError, RecordError) as error:
         rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         problems.add("--tools", arguments.tools, rule, "write a JSON list of functions, each with name and parameters")

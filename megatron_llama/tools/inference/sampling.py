@@ -97,9 +97,13 @@ def folder_defaults(content: Mapping[str, Any], given: Mapping[str, Any]) -> tup
     fields = {name: content[name] for name in ("greedy", *OPTIONS) if content.get(name) is not None}
     fields = {name: value for name, value in fields.items() if name not in given and name != "seed"}
     problems = []
+    if content.get("do_sample") not in (None, True, False):
+        rule = "do_sample must be true or false"
+        problems.append(Problem(FILE, content["do_sample"], rule, "correct the file"))
     for name, value in fields.items():
         rule, is_valid, _ = _LIMITS.get(name, ("", bool, ""))
-        if not (isinstance(value, int | float) and is_valid(value)):
+        is_number = isinstance(value, int | float) and isinstance(value, bool) == (name == "greedy")
+        if not (is_number and is_valid(value)):
             instead = f"correct the file, or write {flag_of(name)}"
             problems.append(Problem(FILE, value, f"{name} {rule}", instead))
     return fields, problems

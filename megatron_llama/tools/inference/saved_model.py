@@ -239,11 +239,13 @@ def open_adapter_for(path: Path, whole: SavedModel) -> TrainedAdapter:
     path = Path(resolve_hub_name(str(path), weights=True))
     if (path / ADAPTER_CONFIG).is_file():
         return _adapter_of(path, _settings_of_adapter(path), whole.model)
-    manifest = read_manifest(find_checkpoint(path))
+    instead = f"name a LoRA run or a PEFT folder{download_hint(str(path))}"
+    with restated(lambda problem: replace(problem, field="--adapter", instead=instead)):
+        manifest = read_manifest(find_checkpoint(path))
     manifest.check_sizes()
     finetune = finetune_of(manifest)
     if finetune.method != "lora":
-        raise ConfigError([Problem("--adapter", str(path), "has no LoRA adapter", "name a LoRA run or a PEFT folder")])
+        raise ConfigError([Problem("--adapter", str(path), "has no LoRA adapter", instead)])
     if NewTokens.of(manifest.state.settings.get("data", {})):
         instead = f"export the adapter (scripts/export_hf.py {path} FOLDER), and name that folder"
         raise ConfigError([Problem("--adapter", str(path), "is a run with new tokens", instead)])
@@ -257,7 +259,9 @@ def open_hf_model(folder: Path) -> SavedModel:
     try:
         content = read_hf_config(str(folder))
     except ValueError as error:
-        raise ConfigError([Problem(ARGUMENT, str(folder), str(error), "download the folder from scratch")]) from None
+        instead = f"write the folder of a Hugging Face model{download_hint(str(folder))}"
+        instead = "download the folder from scratch" if (folder / "config.json").exists() else instead
+        raise ConfigError([Problem(ARGUMENT, str(folder), str(error), instead)]) from None
     rules = [f"unsupported Llama: {clause}" for clause in unsupported_architecture(content)]
     shape = shape_from_hf(content)
     try:
@@ -283,12 +287,11 @@ def _token_ids(folder: Path) -> dict[str, Any]:
 
 
 def _settings_in(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty if there is none."""
-    try:
-        content = read_json(file)
-    except CorruptFile:
-        return {}
-    return content if isinstance(content, dict) else {}
+    """Return the object in a JSON file; empty without the file. Raises CorruptFile."""
+    content = read_json(file) if file.exists() else {}
+    if not isinstance(content, dict):
+        raise CorruptFile(f"{file}: not a JSON object")
+    return content
 
 
 def has_tokenizer(path: Path) -> bool:
@@ -314,7 +317,10 @@ def tokenizer_of(saved: SavedModel, given: Path | None = None) -> Tokenizer:
 
 
 def stop_ids(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids that end an answer."""
+    """Return the ids that end an answer. Raises ConfigError if the model's files name other values."""
     named = saved.token_ids.get("eos_token_id")
-    ids = named if isinstance(named, list) else [named]
-    return frozenset(number for number in (*ids, tokenizer.end) if isinstance(number, int))
+    ids = [number for number in (named if isinstance(named, list) else [named]) if number is not None]
+    if not all(type(number) is int for number in ids):
+        instead = f"correct it in {GENERATION} or config.json of {saved.folder}"
+        raise ConfigError([Problem("eos_token_id", named, "must be a token id or a list of ids", instead)])
+    return frozenset([*ids, *([] if tokenizer.end is None else [tokenizer.end])])

@@ -69,8 +69,13 @@ def test_defaults_of_the_folder(folder: Path, tmp_path: Path) -> None:
     assert "generation_config.json: repetition-penalty 1.5, greedy; not supported: num_beams\n" in done.err, done.err
     assert done.out == command(generate, *arguments, "--greedy", "--repetition-penalty", 1.5).out != greedy
     assert command(generate, *arguments, "--greedy", "--repetition-penalty", 1).out == greedy
-    (tmp_path / "hf" / "generation_config.json").write_text('{"top_p": 7}')
-    assert command(generate, *arguments).status == 2
+    for content, status, message in (
+        ('{"top_p": 7}', 2, "top_p must be"),
+        ("{", 1, "generation_config.json: not JSON"),
+    ):
+        (tmp_path / "hf" / "generation_config.json").write_text(content)
+        done = command(generate, *arguments)
+        assert done.status == status and message in done.err, done.err
 
 
 def test_infinite_weights_end_with_their_name(folder: Path, tmp_path: Path) -> None:
@@ -132,11 +137,15 @@ REFUSALS = [
     "hf --prompt the --top-k -1 --min-p 1.5 --repetition-penalty 0 --stop ''",
     "hf --prompt the caf\udce9",  # the argument's byte is 0xe9
     "bare --chat",
+    """hf --chat --chat-template-kwargs '{"tools": []}' --tools none.json""",
+    "hf --chat --chat-template bad.jinja",
 ]
 
 
 def test_refusals(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     make_folder(folder.with_name("bare"), template=False)
+    folder.with_name("none.json").write_text("[]")
+    folder.with_name("bad.jinja").write_text("\n{{ messages }")
     check_refusals("generate", generate, REFUSALS, folder.parent, monkeypatch, capsys)
 
 

@@ -160,3 +160,5 @@ def test_wrong_settings_of_a_folder_are_named() -> None:
     _, problems = folder_defaults(wrong, {})
     assert [problem.rule.split()[0] for problem in problems] == list(OPTIONS)[:4] + ["repetition_penalty"]
     assert ignored_settings(wrong) == ["num_beams"]
+    _, problems = folder_defaults({"do_sample": "false", "temperature": True}, {})
+    assert [problem.rule.split()[0] for problem in problems] == ["do_sample", "temperature"]

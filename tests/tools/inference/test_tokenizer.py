@@ -25,6 +25,7 @@ from megatron_llama.tools.inference.sampling import StopTexts
 from megatron_llama.tools.inference.saved_model import SavedModel, open_saved_model, stop_ids, tokenizer_of
 from tests.checkpoint.runner import Job
 from tests.data.files import train_tokenizer
+from tests.messages import raises_with_message
 from tests.tools.inference.models import train_sentencepiece, write_tokenizer
 
 HARD = "the cat é ü 😀😀 sat\n\n  on日本 the mat"
@@ -172,7 +173,9 @@ def test_what_ends_an_answer(folder: Path) -> None:
     text = HuggingFaceTokenizer(folder)
     assert stop_ids(source(folder), text) == {0}
     assert stop_ids(source(folder, eos_token_id=5), text) == {0, 5}
-    assert stop_ids(source(folder, eos_token_id=[5, 6]), text) == {0, 5, 6}
+    assert stop_ids(source(folder, eos_token_id=[5, None, 6]), text) == {0, 5, 6}
+    with raises_with_message(ConfigError, r"eos_token_id = 5\.5 rule must be a token id or a list of ids"):
+        stop_ids(source(folder, eos_token_id=5.5), text)
 
 
 # --- relative paths --------------------------------------------------------------------------------------------------
