@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 MAX_BYTES = 256 << 20
 """Maximum size of a raw data file. Larger files take minutes to prepare: use data_prep/sft.py."""
 _NAME = "records"
-_VERSION = 2  # increase it if data_prep/sft.py changes the output of the same records
+_VERSION = 3  # increase it if data_prep/sft.py changes the output of the same records
 # Files with tokenizers and chat templates.
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -232,8 +232,9 @@ def _check(records: RecordFile, data: DataConfig) -> list[Problem]:
     """Return the problems that a run would find before it reads the records."""
     from data_prep.lib.sft_and_text_sets import build_chat_format, find_record_files
 
-    examples, path = _examples(records, data), os.path.abspath(records.path)
+    path = os.path.abspath(records.path)
     try:
+        examples = _examples(records, data)
         build_chat_format(examples, find_record_files([path], examples, lambda _: None).sources)
     except UserError as error:
         return [_problem(str(error), records, data)]
@@ -282,17 +283,25 @@ _SETTINGS = {
     "--tokenizer-model": "data.tokenizer",
 }
 """Settings of a run by the flags of data_prep/sft.py that they stand for."""
+_VARIABLES = "--chat-template-kwargs: "
 _FORMATS = {"--format unpaired": "finetune.objective=kto", "--format ": "data.format="}
 """Settings in place of formats in messages about records."""
 
 
 def _problem(message: str, records: RecordFile, data: DataConfig) -> Problem:
     """Return an error of the preparation as a problem of a setting. Its remedy names settings, not flags."""
+    from megatron_llama.text.chat_template import BAD_TEMPLATE
+
     for flag, setting in _SETTINGS.items():
         rule, separator, remedy = message.partition(f": write {flag} ")
         if separator:
             value = {"data.chat_template": data.chat_template, "data.template": data.template}.get(setting)
             return Problem(setting, value or records.tokenizer, rule, f"write {setting}={remedy}")
+    if message.startswith(_VARIABLES):
+        rule, setting = message.removeprefix(_VARIABLES), "data.chat_template_kwargs"
+        return Problem(setting, data.chat_template_kwargs, rule, f"omit {setting}, or set other variables")
+    if BAD_TEMPLATE in message:
+        return Problem("data.chat_template", data.chat_template, message, "correct the template")
     rule, _, hint = message.partition(" Nothing was written.")
     for flag, setting in _FORMATS.items():
         rule = rule.replace(flag, setting)

@@ -76,7 +76,7 @@ def parse_turns(record: Mapping[str, Any], format: str) -> tuple[Turns, list[str
     notes = _notes_on_other_keys(record, kind)
     turns = _READERS[kind](record)
     if kind in ("preference", "prompt_completion") and _omits_prompt(record.get("prompt"), turns):
-        notes.append("prompt beside a conversation left out")  # a key in stored manifests; prose: ok
+        notes.append("prompt outside of the conversation omitted")
     if turns and turns[0].role == "system" and not turns[0].text.strip():
         turns, notes = turns[1:], [*notes, "empty system turn left out"]  # a key in stored manifests; prose: ok
     for key in ("system", "system_prompt"):  # next to the turns, as in LLaMA-Factory's exports
@@ -206,7 +206,7 @@ def _notes_on_other_keys(record: Mapping[str, Any], kind: str) -> list[str]:
     if any(value not in _NOTHING for value in reasoning):
         notes.append(REASONING_OMITTED)
     if not all(_is_empty(turn.get(key)) for turn in others for key in ("tool_calls", "function_call")):
-        notes.append("calls beside an answer left out")  # a key in stored manifests; prose: ok
+        notes.append("calls outside of answers omitted")
     if record.get("weight") not in (None, 1):
         notes.append("weight of the record ignored")  # only a turn's weight is read
     key = "label" if kind == "prompt_completion" else "kto_tag"
@@ -351,10 +351,10 @@ def _omits_prompt(prompt: Any, turns: Turns) -> bool:
     """Return whether a prompt has a text that the conversation of an answer does not contain."""
     whole = "\n".join(turn.text for turn in turns)
     try:
-        asked = [] if prompt in _NOTHING else _side(prompt, "prompt", "user")
+        given = [] if prompt in _NOTHING else _side(prompt, "prompt", "user")
     except RecordError:
         return True
-    return any(turn.text.strip() not in whole for turn in asked)
+    return any(turn.text.strip() not in whole for turn in given)
 
 
 def _history(record: Mapping[str, Any]) -> list[list[str]]:

@@ -337,7 +337,7 @@ def fill_from_adapter(
         if not os.path.exists(os.path.join(folder, ADAPTER_WEIGHTS)):
             raise ValueError(f"has no {ADAPTER_WEIGHTS}")
     except ValueError as error:
-        instead = f"write the folder that holds {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
+        instead = f"write the folder that holds {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}{download_hint(folder)}"
         problems.append(Problem("finetune.adapter", folder, str(error), instead))
         return
     expressions = [name for name in ("target_modules", "exclude_modules") if isinstance(content.get(name), str)]

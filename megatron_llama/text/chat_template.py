@@ -28,6 +28,7 @@ from megatron_llama.text.tokenizer import SETTINGS, Tokenizer, open_tokenizer, r
 
 OWN = "own"
 """Name of the tokenizer's template."""
+BAD_TEMPLATE = "the chat template is not valid Jinja"
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class Jinja:
             source.encode()  # rejects lone surrogates
             self._sandbox = Sandbox(source)
         except (TemplateFault, UnicodeError) as error:
-            raise UserError(f"{where}: the chat template is not valid Jinja: {error}") from None
+            raise UserError(f"{where}: {BAD_TEMPLATE}: {error}") from None
         self.source, self._variables = source, variables
         self._ends = tuple(ends)
         self._marks_answers = re.search(r"{%[-+]?\s*generation\b", source) is not None
@@ -392,7 +393,7 @@ class TrainedTemplate:
         """Return the template with the tokenizer at ``path``. Raises UserError."""
         source = self.source
         if source is None and is_template_file(self.template):
-            source = read_template(Path(self.template))
+            source = read_template(Path(self.template)).removeprefix("\ufeff")  # a byte order mark
         named = NAMED_TEMPLATES.get(self.template)
         return named or load_own_template(path, ends, json.loads(self.variables), source, self.template)
 

@@ -267,18 +267,30 @@ def test_a_run(base: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert f"{chat}, line 1: bad_json" in " ".join(job.output.split())
 
 
-def test_a_dry_run_reports_a_missing_chat_template(base: Path, chat: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("setting", "value", "template"),
+    [
+        ("chat_template", "own", None),
+        ("chat_template", "own", "{{ messages"),
+        ("chat_template_kwargs", {"tools": []}, "{{ messages }}"),
+    ],
+)
+def test_a_dry_run_reports_a_faulty_chat_template(
+    setting: str, value: Any, template: str | None, base: Path, chat: Path, tmp_path: Path
+) -> None:
     shutil.copytree(base, copy := tmp_path / "no template")
     settings = json.loads((copy / "tokenizer_config.json").read_text())
     settings.pop("chat_template", None)
     (copy / "tokenizer_config.json").write_text(json.dumps(settings))
     (copy / "chat_template.jinja").unlink(missing_ok=True)
-    config, problems = config_of(copy, chat, cache=tmp_path / "cache"), []
+    if template is not None:
+        (copy / "chat_template.jinja").write_text(template)
+    config, problems = config_of(copy, chat, cache=tmp_path / "cache", **{setting: value}), []
     for take in (with_finished, with_prepared):
         with pytest.raises(ConfigError) as refused:
             take(config)
         problems.append(refused.value.problems)
-    assert problems[0] == problems[1] and problems[0][0].field == "data.chat_template"
+    assert problems[0] == problems[1] and problems[0][0].field == f"data.{setting}"
 
 
 def test_the_command_for_a_large_file_can_be_pasted(base: Path, tmp_path: Path, monkeypatch) -> None:

@@ -136,7 +136,7 @@ def test_pairs_have_two_answers() -> None:
         with pytest.raises(RecordError) as refused:
             parse_pair({key: value for key, value in {**record, **change}.items() if value})
         assert refused.value.reason == reason and detail in str(refused.value)
-    for prompt, expected in ((Q["content"], []), ("another", ["prompt beside a conversation left out"])):
+    for prompt, expected in ((Q["content"], []), ("another", ["prompt outside of the conversation omitted"])):
         chats = {"prompt": prompt, "chosen": [Q, A], "rejected": [Q, {**A, "content": "no"}]}
         assert parse_pair(chats)[1] == expected
 

@@ -235,7 +235,7 @@ def test_reasoning_is_learned_or_reported() -> None:
     [
         ("assistant", {"reasoning": ["a list"]}, REASONING_OMITTED),
         ("user", {"reasoning": "a text"}, REASONING_OMITTED),
-        ("user", {"tool_calls": [CALL]}, "calls beside an answer left out"),
+        ("user", {"tool_calls": [CALL]}, "calls outside of answers omitted"),
     ],
 )
 def test_parts_of_turns_that_no_template_gets_are_counted(role: str, extra: dict[str, Any], note: str) -> None:
