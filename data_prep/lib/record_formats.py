@@ -74,7 +74,7 @@ def parse_turns(record: Mapping[str, Any], format: str) -> tuple[Turns, list[str
     """
     kind = _detected(record) if format == "auto" else format
     notes = _notes_on_other_keys(record, kind)
-    turns = _READERS[kind](record)
+    turns = _pair(record, kind) if kind == "rejected" else _READERS[kind](record)
     if kind in ("preference", "prompt_completion") and _omits_prompt(record.get("prompt"), turns):
         notes.append("prompt outside of the conversation omitted")
     if turns and turns[0].role == "system" and not turns[0].text.strip():
@@ -384,7 +384,6 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Turns]] = {
     "sharegpt": lambda record: _listed(_key(record, *_LISTS)),
     "prompt_completion": lambda record: _pair(record, "completion", "response"),
     "preference": lambda record: _pair(record, "chosen"),
-    "rejected": lambda record: _pair(record, "rejected"),
     "alpaca": _alpaca,
     "gsm8k": lambda record: [
         Turn(role, _text(_key(record, key), key)) for role, key in (("user", "question"), ("assistant", "answer"))

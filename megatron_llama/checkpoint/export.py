@@ -130,10 +130,7 @@ def export(
     is_adapter = finetune.method == "lora" and not merge
     _check_options(manifest, kind, merge, base, average)
     source, shapes = open_source(manifest, is_adapter, merge, base)
-    older = [read_manifest(folder) for folder in older_checkpoints(checkpoint, average - 1)]
-    if other := next((each for each in older if hf_shapes(model_of(each)) != hf_shapes(model)), None):
-        rule = f"{other.stored.folder} has other tensors or shapes than {checkpoint.name}"
-        raise ConfigError([Problem("--average", average, rule, "write a smaller --average")])
+    older = _older(checkpoint, average, hf_shapes(model))
     if older:
         source = AveragedTensors.of(source, [open_source(each, False, merge, base)[0] for each in older], decay)
     if dtype == "auto":
@@ -156,6 +153,16 @@ def export(
         write_synced(partial / CARD, card.encode())
         names, size = _write_weights(source, files, EXPORT_DTYPES[dtype], partial, single, progress)
     return Exported(out, dtype, names, size, tokenizer)
+
+
+def _older(checkpoint: Path, average: int, shapes: dict[str, Shape]) -> list[Manifest]:
+    """Return the manifests of the checkpoints before this one that are averaged with it. Raises ConfigError."""
+    older = [read_manifest(folder) for folder in older_checkpoints(checkpoint, average - 1)]
+    for other in older:
+        if hf_shapes(model_of(other)) != shapes:
+            rule = f"{other.stored.folder} has other tensors or shapes than {checkpoint.name}"
+            raise ConfigError([Problem("--average", average, rule, "write a smaller --average")])
+    return older
 
 
 def export_merged(
