@@ -56,7 +56,7 @@ def add_reference(plan: Plan, model: ParallelModel, data: Data) -> None:
         if samples.reference is not None and len(samples.reference) == len(samples.examples):
             continue
         if plan.start.step > 0:
-            rule = f"the reference of this run's answers, {path}, is missing or damaged"
+            rule = f"the reference of this run's answers, {path}, is missing or damaged, or init_from has changed"
             instead = "restore the file, or start a new run (run.dir=FOLDER)"
             raise ConfigError([Problem("data.cache_dir", plan.config.data.cache_dir, rule, instead)])
         samples.reference = None
@@ -125,7 +125,8 @@ def _base(plan: Plan) -> Iterator[object]:
 def _read(path: Path) -> np.ndarray | None:
     """Return the values of a file; None if it is missing or damaged."""
     try:
-        values: np.ndarray = np.load(path)
+        with path.open("rb") as file:
+            values: np.ndarray = np.lib.format.read_array(file)
     except (OSError, ValueError, EOFError):
         return None
     return values if values.dtype == np.int64 and values.ndim == 2 and values.shape[1] == 2 else None

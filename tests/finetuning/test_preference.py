@@ -8,6 +8,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -209,7 +210,7 @@ def test_a_resumed_run_reads_the_reference(world: World, tmp_path: Path) -> None
     rest = tune(2, tmp_path / "run", *changes, "trainer.zero=3", MICRO_1, steps=STEPS)
     assert file.stat().st_mtime_ns == changed, "the runs share it"
     torch.testing.assert_close(rest.losses, whole.losses[2:], rtol=TOLERANCE, atol=0)
-    file.unlink()
+    np.savez(file.open("wb"), whole.losses)  # damaged: another kind of file
     with pytest.raises(RankFailed, match="the reference of this run's answers"):
         tune(1, tmp_path / "run", *changes, steps=STEPS + 1)
 
