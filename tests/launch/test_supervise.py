@@ -237,6 +237,14 @@ def test_stops_that_saved_a_new_checkpoint_do_not_count(job: Job) -> None:
     assert job.run(75, "75", SLURM_RESTART_COUNT="4", MAX_RESTARTS="1").requeued, "the stop before saved"
     over = job.run(75, "75", SLURM_RESTART_COUNT="5", MAX_RESTARTS="1")
     assert (over.status, over.requeued) == (75, False), "no new checkpoint twice"
+    for restart, requeued in enumerate((True, True, True, False)):
+        end = job.run(
+            *((1, "1") if restart in (0, 3) else (75, "75")),
+            STEP=str(restart),
+            MAX_RESTARTS="1",
+            SLURM_RESTART_COUNT=str(restart),
+        )
+        assert end.requeued == requeued, "stops after as many failures as the limit allows"
 
 
 def test_a_failure_that_comes_back_each_time_ends_the_job(job: Job) -> None:
