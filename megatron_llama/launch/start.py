@@ -39,7 +39,16 @@ from megatron_llama.launch.rank import (
 )
 from megatron_llama.launch.run_dir import claim_run_dir, open_plan, rank_outputs
 from megatron_llama.launch.start_log import log_end, log_start
-from megatron_llama.launch.supervise import POLL_SECONDS, Child, Grace, Signals, report, supervise, with_restarts
+from megatron_llama.launch.supervise import (
+    POLL_SECONDS,
+    Child,
+    Grace,
+    Signals,
+    report,
+    stop_requested,
+    supervise,
+    with_restarts,
+)
 from megatron_llama.launch.watchdog import Hang, Watchdog, print_report, wait_for_full_report
 from megatron_llama.plan import Plan
 from megatron_llama.system.errors import LaunchFailed
@@ -84,7 +93,7 @@ def logged_start(plan: Plan, entry: Entry, share: LocalRanks, while_running: Cal
     except Exception as error:
         log_end(plan.run_dir, EXIT_FAILED, str(error), is_last=True)
         raise
-    log_end(plan.run_dir, status, share.reason)
+    log_end(plan.run_dir, status, share.reason, is_last=stop_requested())
     return status
 
 

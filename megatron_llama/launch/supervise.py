@@ -63,6 +63,15 @@ class Grace:
     """After Ctrl-C, if a child ended without saving."""
 
 
+_stops = list[int]()
+"""Signals that this process received since ``with_restarts`` was called."""
+
+
+def stop_requested() -> bool:
+    """Return whether a signal has asked the run to stop: it is then not restarted, even if it failed to save."""
+    return bool(_stops)
+
+
 class Signals:
     """Signal handlers while children run: signals are forwarded, and a second SIGINT ends the job."""
 
@@ -104,6 +113,7 @@ class Signals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received.add(number)
+        _stops.append(number)
         if number == signal.SIGINT:
             now = time.monotonic()
             if self.interrupted_at is not None:
@@ -139,11 +149,12 @@ def supervise(
 
 def with_restarts(plan: Plan, start: Callable[[], int]) -> int:
     """Call ``start``; restart after failures up to trainer.max_restarts times. Return the last exit status."""
+    _stops.clear()
     allowed = plan.config.trainer.max_restarts
     for restart in range(1, allowed + 1):
         note_restarts(restart - 1, allowed)
         status = start()
-        if status != EXIT_FAILED:
+        if status != EXIT_FAILED or stop_requested():
             return status
         report(f"\nRestart {restart} of {allowed}.\n")
         if plan.config.checkpoint.resume == "never":  # "never" applies to the first start only

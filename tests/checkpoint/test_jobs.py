@@ -175,6 +175,16 @@ def test_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
     assert [step for step, _ in losses(folder)] == [1, 2, 3, 4, 5, 6] and leftovers(folder) == []
 
 
+def test_a_fault_after_a_stop_signal_does_not_restart(tmp_path: Path) -> None:
+    def fails(step: int, run_dir: Path) -> None:
+        if step == 3 and rank() == 1:
+            os.kill(os.getppid(), signal.SIGTERM)
+            raise RuntimeError("a fault while it stops")
+
+    job = Job(tmp_path / "run", *RUN, "trainer.max_restarts=1", work=with_each_step(fails))
+    assert job.wait() == 1 and "a fault while it stops" in job.output and "Restart" not in job.output
+
+
 def _nan_on_rank_1(plan: Plan) -> None:
     """A gradient on rank 1 is NaN in steps 3 and 5."""
     inner, calls = ParallelModel.forward_backward, []
