@@ -31,7 +31,7 @@ from megatron_llama.checkpoint.folder import (
 from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, open_hf_folder
 from megatron_llama.checkpoint.lora_adapter import fingerprint, open_adapter
 from megatron_llama.checkpoint.manifest import Manifest, State, dtype_of, read_manifest
-from megatron_llama.checkpoint.memory_copies import MemoryCopies, MemoryCopy, UnusableCopy
+from megatron_llama.checkpoint.memory_copies import MemoryCopies, MemoryCopy, UnusableCopy, forget_copies
 from megatron_llama.checkpoint.saving import Saver
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, Problem
@@ -107,7 +107,9 @@ class Checkpointer:
         plan = self._resume()
         # Last: a rejected start must not stop the run that writes to an object store.
         self.saver.writer = broadcast_from_rank_0(lambda: begin_writing(self.checkpoints, self.plan.run_dir))
-        if (memory := self.memory) is not None:
+        if (memory := self.memory) is None:
+            forget_copies(self.checkpoints)
+        else:
             self._report(memory.open(self._tensors(1, owned=False), self._resumed))
             self.optimizer.inner.register_step_pre_hook(lambda *_: memory.hold_updates())
         return plan

@@ -43,7 +43,7 @@ from megatron_llama.config.stored_settings import MEMORY_KEY
 from megatron_llama.devices.copy_stream import copy_stream, on_stream
 from megatron_llama.devices.private_folder import exposure, make_private
 from megatron_llama.parallel.groups import broadcast_from_rank_0, gather_objects, sync_errors
-from megatron_llama.system.files import read_json, write_atomically
+from megatron_llama.system.files import path_exists, read_json, write_atomically
 from megatron_llama.system.object_store import Location
 from megatron_llama.system.tables import gib
 
@@ -74,6 +74,8 @@ class MemoryCopy:
 class Register:
     """Content of MEMORY_KEY: the valid copies of a run. A node that was lost may return with others."""
 
+    checkpoints: str
+    """The run's checkpoints, to recognize a copy of the run folder: its copies would replace the original's."""
     folder: str = field(default_factory=lambda: secrets.token_hex(8))
     """Folder of the copies on each node."""
     start: int = 0
@@ -87,12 +89,14 @@ class Register:
 
     @classmethod
     def read(cls, checkpoints: Location) -> Register:
-        """Read a run's register; return a new one if it is missing or damaged."""
+        """Read a run's register; return a new one if it is missing, damaged or of another run, whose copy this is."""
+        ours = os.path.realpath(checkpoints) if isinstance(checkpoints, Path) else checkpoints.url
         with suppress(OSError, ValueError, TypeError, LookupError):
             values = read_json(checkpoints / MEMORY_KEY)
             resumed = values["resumed"] and MemoryCopy(**values["resumed"])
-            return cls(values["folder"], int(values["start"]), resumed)
-        return cls()
+            if values["checkpoints"] == ours or not path_exists(f"{values['checkpoints']}/{MEMORY_KEY}"):
+                return cls(ours, values["folder"], int(values["start"]), resumed)
+        return cls(ours)
 
     def write(self, checkpoints: Location) -> None:
         """Write the register. Raises OSError."""
@@ -259,10 +263,11 @@ class MemoryCopies:
         """Delete all copies of the run, because its newest step is on disk or the copies are invalid. A collective."""
         self.wait()
         gather_objects(None)  # other ranks may still receive
+        for (rank, _), buffer in self._buffers.items():
+            if rank == self._rank:
+                devices.of(self._device).unregister_host_memory(buffer)
         self._buffers.clear()
-        shutil.rmtree(self._folder, ignore_errors=True)
-        if self._rank == 0:
-            delete(self._checkpoints / MEMORY_KEY)
+        _delete(self._register, self._checkpoints)
 
     @property
     def _folder(self) -> Path:
@@ -371,6 +376,19 @@ class MemoryCopies:
 
         self._thread = threading.Thread(target=guarded, name="memory copy", daemon=True)
         self._thread.start()
+
+
+def forget_copies(checkpoints: Location) -> None:
+    """Delete the copies of earlier starts: this start makes none, so a later one must not load them. A collective."""
+    register = broadcast_from_rank_0(lambda: path_exists(f"{checkpoints}/{MEMORY_KEY}") and Register.read(checkpoints))
+    if register:
+        _delete(register, checkpoints)
+
+
+def _delete(register: Register, checkpoints: Location) -> None:
+    shutil.rmtree(_user_folder() / register.folder, ignore_errors=True)
+    if dist.get_rank() == 0:
+        delete(checkpoints / MEMORY_KEY)
 
 
 def _check_layout(manifest: Manifest, tensors: Mapping[str, Rectangles]) -> None:

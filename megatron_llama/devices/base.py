@@ -244,6 +244,9 @@ class Device(ABC):
     def register_host_memory(self, buffer: torch.Tensor) -> None:  # noqa: B027
         """Let copies from the device write directly to mapped host memory. Default: does nothing."""
 
+    def unregister_host_memory(self, buffer: torch.Tensor) -> None:  # noqa: B027
+        """Undo ``register_host_memory``, before the memory is unmapped."""
+
     def synchronize_stream(self) -> None:
         """Wait for the work of the current stream only."""
         self.synchronize()

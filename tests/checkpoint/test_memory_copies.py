@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_llama.checkpoint import memory_copies
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
+from megatron_llama.devices.cpu.device import Cpu
 from tests.checkpoint.runner import Job, Run, assert_same, losses, run, with_each_step
 from tests.messages import raises_with_message
 from tests.processes import rank
@@ -211,6 +212,40 @@ def test_a_run_that_begins_elsewhere_forgets_its_copies(resume: str, step: int, 
     path = f"checkpoint.resume={resume.replace('PATH', str(tmp_path / 'run' / 'checkpoints' / 'step_00000001'))}"
     interrupt(2, tmp_path / "run", *settings)
     assert run(2, tmp_path / "run", *settings, path, until=step).started_at == step
+
+
+@pytest.mark.slow
+def test_a_start_without_copies_deletes_earlier_ones(nodes: Nodes, tmp_path: Path) -> None:
+    nodes(2)
+    interrupt(2, tmp_path / "run", "trainer.tp=2", EVERY)
+    assert run(2, tmp_path / "run", "trainer.tp=2", until=1).started_at == 0
+    assert not [*tmp_path.glob("node*/*/*")]
+    assert run(2, tmp_path / "run", "trainer.tp=2", EVERY).started_at == 1
+
+
+def test_a_copied_run_folder_has_no_copies_but_a_moved_one_has(nodes: Nodes, tmp_path: Path) -> None:
+    nodes(2)
+    interrupt(2, tmp_path / "run", "trainer.tp=2", EVERY)
+    shutil.copytree(tmp_path / "run", tmp_path / "copied")
+    assert run(2, tmp_path / "copied", "trainer.tp=2", EVERY, until=2).started_at == 0
+    shutil.move(tmp_path / "run", tmp_path / "moved")
+    assert run(2, tmp_path / "moved", "trainer.tp=2", EVERY, tamper=check_unregistered).started_at == 4
+
+
+def check_unregistered(checkpointer: Checkpointer) -> None:
+    """Check that ``delete`` unregisters all registered memory: CUDA would keep it, and the next start would fail."""
+    registered, memory = set[int](), checkpointer.memory
+    assert memory is not None
+    memory_deleted = memory.delete
+    Cpu.register_host_memory = lambda _, buffer: registered.add(buffer.data_ptr())  # type: ignore[method-assign]
+    Cpu.unregister_host_memory = lambda _, buffer: registered.remove(buffer.data_ptr())  # type: ignore[method-assign]
+
+    def delete() -> None:
+        assert len(registered) == memory_copies.SLOTS
+        memory_deleted()
+        assert not registered
+
+    memory.delete = delete  # type: ignore[method-assign]
 
 
 def test_a_killed_rank_loses_no_step_of_a_copy(tmp_path: Path) -> None:

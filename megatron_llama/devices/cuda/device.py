@@ -211,6 +211,9 @@ class Cuda(Device):
         error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
         torch.cuda.check_error(int(error))
 
+    def unregister_host_memory(self, buffer: torch.Tensor) -> None:
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())))
+
     def synchronize_stream(self) -> None:
         torch.cuda.current_stream().synchronize()
 
