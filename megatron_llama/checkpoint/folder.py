@@ -24,7 +24,7 @@ from megatron_llama.checkpoint.rank_files import part_name
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, check_file_name, read_json
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.settings import KEPT_BY_TIME, CheckpointConfig
-from megatron_llama.config.stored_settings import checkpoint_folder, list_steps
+from megatron_llama.config.stored_settings import checkpoint_folder, list_steps, step_of
 from megatron_llama.system.files import (
     DRAFT,
     FolderTaken,
@@ -67,7 +67,13 @@ def begin_writing(checkpoints: Location, run_dir: Path) -> str:
 def _unpublished(checkpoints: RemotePath) -> set[str]:
     """Return the names of the objects of checkpoints without a manifest."""
     files = checkpoints.files()
-    return {name for name in files if "/" in name and f"{name.partition('/')[0]}/{NAME}" not in files}
+    return {name for name in files if _is_in_checkpoint(name) and f"{name.partition('/')[0]}/{NAME}" not in files}
+
+
+def _is_in_checkpoint(name: str) -> bool:
+    """Return whether an object belongs to a checkpoint. A folder of a store may have objects of other programs."""
+    folder, _, file = name.partition("/")
+    return bool(file) and folder == folder_name(step_of(folder))
 
 
 @contextmanager
@@ -328,7 +334,8 @@ def move_aside(checkpoints: Location) -> Location | None:
     while _exists(aside := checkpoints.with_name(f"{checkpoints.name}.{number}")):
         number += 1
     if isinstance(checkpoints, RemotePath):
-        names = checkpoints.files().keys() - {WRITER} - _unpublished(checkpoints)
+        files = {name for name in checkpoints.files() if name in (POINTER, BEST) or _is_in_checkpoint(name)}
+        names = files - _unpublished(checkpoints)
         for name in sorted(names, key=lambda name: name.endswith(NAME)):
             (checkpoints / name).copy_to(checkpoints.with_name(aside.name) / name)
         checkpoints.delete_files(names)

@@ -23,7 +23,7 @@ from megatron_llama.checkpoint.folder import (
     publish,
     written_parts,
 )
-from megatron_llama.checkpoint.manifest import State
+from megatron_llama.checkpoint.manifest import NAME, State
 from megatron_llama.checkpoint.rank_files import save_part
 from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
 from megatron_llama.config.settings import CheckpointConfig
@@ -216,7 +216,9 @@ class Saver:
         self._begin(state)
         self.finish()
         saved = self.checkpoints / folder_name(state.step)
-        raise SaveFailed(f"{failed}\nFirst move step {state.step}: mv {saved} {usual}") from None
+        is_store = isinstance(usual, RemotePath)
+        remedy = f"copy {saved} to {usual}/{saved.name}, {NAME} last" if is_store else f"mv {saved} {usual}"
+        raise SaveFailed(f"{failed}\nFirst move step {state.step}: {remedy}") from None
 
     def _begin(self, state: State, delay: float = 0.0) -> None:
         self._publishing = False

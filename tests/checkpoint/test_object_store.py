@@ -88,7 +88,11 @@ def test_retention_and_a_new_beginning(store: Store, tmp_path: Path, capsys: pyt
     run(1, tmp_path / "run", EVERY_STEP, remote, "checkpoint.keep=2", until=4)
     check_only_published(store, [4, 3])
     store.put("run/step_00000005/rank_00000.0badc0de.json", b"{}")  # of a start that was killed
+    foreign = {"run/notes.txt", "run/other/step_00000001/checkpoint.json", "run/steps/x.bin"}
+    for name in foreign:
+        store.put(name, b"{}")
     assert run(1, tmp_path / "run", remote, NO_SAVE, "checkpoint.resume=never", until=1).started_at == 0
+    assert foreign <= {*store.names()}
     assert saved_steps(url) == [] and saved_steps(url.with_name("run.1")) == [4, 3]
     assert run(1, tmp_path / "run", remote, f"checkpoint.resume={url}.1/latest", NO_SAVE).started_at == 4
     names = [*map(str, url.with_name("run.1").files())]
@@ -194,8 +198,11 @@ def test_a_save_that_fails_for_good_stops_the_run(store: Store, tmp_path: Path) 
     assert len(result.losses) == 3
     check_only_published(store, [3, 1])
     store.fault("denied", "step_0000000", "PUT", count=1000)
-    with raises_with_message(RankFailed, "step_00000005 .*the store denies the access"):
-        run(2, tmp_path / "run", *LAYOUT, *settings, f"checkpoint.dir={store.url('run')}", until=6)
+    settings += [f"checkpoint.dir={store.url('run')}", f"checkpoint.fallback_dir={tmp_path}/other"]
+    step = "step_0000000[56]"  # the first failure may be known after step 6 only
+    advice = f"First copy {tmp_path}/other/.*/{step} to {store.url('run')}/{step}, checkpoint.json last"
+    with raises_with_message(RankFailed, f"step_00000005 .*the store denies the access.*{advice}"):
+        run(2, tmp_path / "run", *LAYOUT, *settings, until=6)
     check_only_published(store, [3, 1])
 
 
