@@ -379,7 +379,7 @@ class MemoryCopies:
 
 
 def forget_copies(checkpoints: Location) -> None:
-    """Delete the copies of earlier starts: this start makes none, so a later one must not load them. A collective."""
+    """Delete earlier copies before a start without them, so that no later start loads them. A collective."""
     register = broadcast_from_rank_0(lambda: path_exists(f"{checkpoints}/{MEMORY_KEY}") and Register.read(checkpoints))
     if register:
         _delete(register, checkpoints)

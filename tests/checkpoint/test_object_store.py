@@ -200,7 +200,7 @@ def test_a_save_that_fails_for_good_stops_the_run(store: Store, tmp_path: Path) 
     store.fault("denied", "step_0000000", "PUT", count=1000)
     settings += [f"checkpoint.dir={store.url('run')}", f"checkpoint.fallback_dir={tmp_path}/other"]
     step = "step_0000000[56]"  # the first failure may be known after step 6 only
-    advice = f"First copy {tmp_path}/other/.*/{step} to {store.url('run')}/{step}, checkpoint.json last"
+    advice = f"First move step [56]: copy {tmp_path}/other/.*/{step} to {store.url('run')}/{step}, checkpoint.json last"
     with raises_with_message(RankFailed, f"step_00000005 .*the store denies the access.*{advice}"):
         run(2, tmp_path / "run", *LAYOUT, *settings, until=6)
     check_only_published(store, [3, 1])
