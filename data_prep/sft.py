@@ -84,9 +84,12 @@ def parser() -> argparse.ArgumentParser:
 
 def json_object(text: str) -> dict[str, Any]:
     """Parse a JSON object of the command line."""
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
     if not isinstance(value, dict):
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"""write a JSON object, such as '{{"enable_thinking": false}}', not {text}""")
     return value
 
 

@@ -203,7 +203,7 @@ def _notes_on_other_keys(record: Mapping[str, Any], kind: str) -> list[str]:
     others = [turn for turn in turns if _role(turn) != "assistant"]
     reasoning = [one.get(key) for one in (record, *others) for key in _REASONING]
     reasoning += [value for turn in turns for key in _REASONING if not isinstance(value := turn.get(key), str)]
-    if any(value not in _NOTHING for value in reasoning):
+    if not all(map(_is_empty, reasoning)):
         notes.append(REASONING_OMITTED)
     if not all(_is_empty(turn.get(key)) for turn in others for key in ("tool_calls", "function_call")):
         notes.append("calls outside of answers omitted")

@@ -238,5 +238,6 @@ def test_a_template_file_with_tools(folder: Path, tmp_path: Path) -> None:
         (("--chat-template", "llama"), "write own, chatml, prompter, dialogue, plain or FILE.jinja"),
         (("--chat-template", "plain", "--chat-template-kwargs", '{"a": 1}'), "the template plain has no variables"),
         (("--chat-template-kwargs", '{"tools": 1}'), "tools cannot be set"),
+        (("--chat-template-kwargs", "[1]"), "write a JSON object"),
     ):
         assert_refused(prepare(folder, source, tmp_path / "no", *more), rule)
