@@ -114,11 +114,11 @@ class ChatSession:
 
     def _turn(self, message: str) -> Turn:
         """Return the turn of a message: a call's result after TOOL, else the user's text."""
-        if not message.startswith(TOOL):
+        if not f"{message} ".startswith(TOOL):  # without a text: an empty result
             return Turn("user", message)
         calls = self._open_calls(self._history)
         extra = {"tool_call_id": calls[0]["id"], "name": calls[0]["function"]["name"]} if calls else {}
-        return Turn("tool", message.removeprefix(TOOL), extra=extra)
+        return Turn("tool", message.removeprefix(TOOL.strip()).strip(), extra=extra)
 
     @staticmethod
     def _say(words: str) -> None:

@@ -267,7 +267,7 @@ def test_calls_in_a_chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     generator: Any = SimpleNamespace(generate=generate, context=1000)
     out = io.StringIO()
     session = ChatSession(generator, prompts, Sampling(), 8, StopTexts(tokenizer, []), None)
-    session.run(io.StringIO("go\n/tool 1st\n/tool 2nd\n"), out)
+    session.run(io.StringIO("go\n/tool 1st\n/tool\n"), out)
     made = '<one {"n": 0} call00000><two {"n": 1} call00001>'
-    assert prompts_of[1] == f"one;two;user:go;assistant:{made};tool:1stcall00000;tool:2ndcall00001;assistant:"
+    assert prompts_of[1] == f"one;two;user:go;assistant:{made};tool:1stcall00000;tool:call00001;assistant:"
     assert '[call one {"n": 0}]\n[call two {"n": 1}]\n' in out.getvalue()
