@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 256 << 20
 """Maximum size of a raw data file. Larger files take minutes to prepare: use data_prep/sft.py."""
-_NAME = "records"
 _VERSION = 3  # increase it if data_prep/sft.py changes the output of the same records
 # Files with tokenizers and chat templates.
 _TOKENIZER_FILES = (
@@ -69,7 +68,7 @@ class RecordFile:
     @property
     def prefix(self) -> str:
         """Dataset prefix that replaces the file in data.prefixes."""
-        return str(self.folder / f"{_NAME}_sft")
+        return str(self.folder / f"{_dataset_name(self.path)}_sft")
 
 
 def prepare_datasets(
@@ -180,6 +179,7 @@ def _key(path: str, records: list[str], tokenizer: str, data: DataConfig, format
     files += [] if tokenizer_path.is_dir() else [tokenizer_path]
     content = {
         "version": _VERSION,
+        "name": _dataset_name(path),
         "records": sha256_file(Path(path)) if records == [path] else [sha256_file(Path(file)) for file in records],
         "table": data.template if has_columns(path) else None,
         "tokenizer": [(file.name, sha256_file(file)) for file in files],
@@ -192,6 +192,11 @@ def _key(path: str, records: list[str], tokenizer: str, data: DataConfig, format
         **({"response_marker": data.response_marker} if data.response_marker else {}),
     }
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
+
+
+def _dataset_name(path: str) -> str:
+    """Return the name of a raw data file's dataset, which plans and model cards show."""
+    return name_dataset([short_name(path).partition(".")[0]])[:50]
 
 
 def _template_key(name: str) -> str:
@@ -257,7 +262,7 @@ def _prepare(records: RecordFile, data: DataConfig, temporary: Path) -> dict[str
 
     temporary.mkdir()
     try:
-        options = RunOptions(str(temporary / _NAME))
+        options = RunOptions(str(temporary / _dataset_name(records.path)))
         manifest = make_sft_set([os.path.abspath(records.path)], _examples(records, data), options, lambda _: None)
     except UserError as error:
         raise ConfigError([_problem(str(error), records, data)]) from None
@@ -313,7 +318,7 @@ def _problem(message: str, records: RecordFile, data: DataConfig) -> Problem:
 
 def _command(path: str, tokenizer: str, data: DataConfig, format: str) -> str:
     """Return the command that prepares the file and skips bad lines."""
-    name = name_dataset([short_name(path).partition(".")[0]])
+    name = _dataset_name(path)
     words = ["--input", os.path.abspath(path), "--tokenizer-model", tokenizer, "--seq-length", str(data.length)]
     words += ["--chat-template", data.chat_template] if data.chat_template != DataConfig.chat_template else []
     if data.chat_template_kwargs:

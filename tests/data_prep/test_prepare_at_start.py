@@ -78,6 +78,7 @@ def test_dataset_matches_sft_command(base: Path, chat: Path, tmp_path: Path, cap
     config = config_of(base, chat, cache=tmp_path / "cache")
     made = with_prepared(config)
     (prefix,) = made.data.prefixes
+    assert Path(prefix).name == f"{chat.stem}_sft"  # in plans and model cards
     assert config.data.prefixes == [str(chat)] and content(prefix) == by_hand(tmp_path, base, chat)
     documents = IndexedDataset(prefix)
     output = capsys.readouterr().out
@@ -88,7 +89,8 @@ def test_dataset_matches_sft_command(base: Path, chat: Path, tmp_path: Path, cap
     assert all(len(line) <= WIDTH or len(line.split()) == 1 for line in ours), ours
     # A run on a copy of the file, and a dry run, use the prepared dataset.
     times = os.stat(prefix + ".bin").st_mtime_ns
-    copy = tmp_path / "copy.jsonl"
+    copy = tmp_path / "copies" / chat.name
+    copy.parent.mkdir()
     copy.write_bytes(chat.read_bytes())
     config_of_copy = config_of(base, copy, cache=tmp_path / "cache")
     assert with_prepared(config_of_copy).data.prefixes == with_finished(config_of_copy).data.prefixes == [prefix]
