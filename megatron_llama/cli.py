@@ -109,7 +109,7 @@ def _report_errors(overrides: list[str], entry: Entry | None, subfolder: str | N
     # Imported here because --help does not need it, and before the try so that import errors surface.
     from megatron_llama.config import ConfigError, format_problems
     from megatron_llama.launch.environment import process_context
-    from megatron_llama.launch.rank import CONSEQUENCE_DELAY_SECONDS
+    from megatron_llama.launch.failure_cause import CONSEQUENCE_DELAY_SECONDS
     from megatron_llama.launch.run_dir import report_to_batch_script
 
     context, folder = None, None

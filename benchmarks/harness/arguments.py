@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.harness.environments import BENCH_DIR, OURS, PEERS, NotInstalled, Peer, interpreter
 from benchmarks.harness.task import Layout, TrainingTask
-from megatron_llama.arch.shapes import head_dim, kv_heads, parameters
+from megatron_llama.arch.parameters import head_dim, kv_heads, parameters
 from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import Config, ConfigError, Problem, load_config
 from megatron_llama.config.settings import DEVICES, RECOMPUTE

@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_llama.arch.shapes import head_dim
+from megatron_llama.arch.parameters import head_dim
 from megatron_llama.plan.forecast_job import Job
 from megatron_llama.plan.memory import LOG_SUM_EXP, Footprint, States, microbatches_in_flight
 from megatron_llama.tools.forecast.hardware import HardwareSpec

@@ -1,4 +1,4 @@
-"""Prepare datasets: open or resume the work folder, encode the input in order, publish the files."""
+"""Prepare datasets: encode the input in order, write manifests, publish the files."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.lib.blocks import START, BlockPosition, InputRange
+from data_prep.lib.blocks import InputRange
 from data_prep.lib.encoding_run import EncodingRun, summarize_run
 from data_prep.lib.join_parts import FinishedPart, PreparePart, finished_part, join_parts, remove_parts, split_input
 from data_prep.lib.output_files import SUFFIXES, publish, quarantine_file, read_finished, write_outputs
 from data_prep.lib.run_options import PrepareJob, RunOptions
 from data_prep.lib.tokenizer_backends import Encoder, EncoderMismatch
-from data_prep.lib.workspace import KeyCounts, Ledger, Locked, Workspace, read_journal
+from data_prep.lib.workspace import Ledger, Locked, Workspace, describe_differences, read_journal
 from megatron_llama.corpus.indexed_format import MASK_DTYPE, token_dtype
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import read_whole, user_cache
@@ -126,7 +126,7 @@ class _Preparation:
         if finished is not None:
             return finished
         workspace = Workspace(self.work_folder, self.names)
-        run = self._encode(workspace, self._open_ledger(workspace, self.identity))
+        run = self._encode(workspace, workspace.resume_or_begin(self.identity, self.options, self.report))
         manifest = self._write_datasets(self.encoder.name, workspace, run.ledger)
         self.report("\n".join([*summarize_run(self.job, self.options, run.ledger), run.speed()]))
         return manifest
@@ -156,7 +156,8 @@ class _Preparation:
             except Locked as error:  # A lost node's lock expires: not an error of the user.
                 raise MachineError(f"part {part}: {error}") from None
             cut = cuts[part.number - 1]
-            ledger = self._open_ledger(workspace, {**self.identity, "part": str(part)}, cut.begin)
+            identity = {**self.identity, "part": str(part)}
+            ledger = workspace.resume_or_begin(identity, self.options, self.report, cut.begin)
             run = self._encode(workspace, ledger, cut)
             workspace.checkpoint(ledger, part_done=True, encoder=self.encoder.name)
             workspace.close()
@@ -281,31 +282,6 @@ class _Preparation:
             workspace.unlock()
         return None
 
-    def _open_ledger(self, workspace: Workspace, expected: dict[str, Any], begin: BlockPosition = START) -> Ledger:
-        """Resume an unfinished run with the options ``expected``, or start a new one at ``begin``."""
-        begun, checkpoints = read_journal(workspace.folder)
-        different = describe_differences(begun, expected) if begun is not None else []
-        if different and not self.options.overwrite:
-            same_but_for_content = begun is not None and {**begun, "input_state": ""} == {**expected, "input_state": ""}
-            if not same_but_for_content:
-                raise UserError(
-                    f"{workspace.folder} has an unfinished run with other options: {'; '.join(different)}. "
-                    "Rerun with its options, remove the folder, or write --overwrite to start over"
-                )
-            self.report("input files changed since the unfinished run: starting over")
-        elif begun is not None and checkpoints and not different:
-            if checkpoints[-1]["ledger"]["skipped"] and self.options.on_bad_line == "error":
-                raise UserError(
-                    f"the unfinished run in {workspace.folder} skipped bad lines: write --on-bad-line skip to resume"
-                )
-            ledger = workspace.resume(expected, checkpoints[-1])
-            if ledger is not None:
-                self.report(f"resuming after {ledger.documents_read:,} documents of an unfinished run")
-                return ledger
-            self.report("files of the unfinished run are damaged: starting over")
-        workspace.begin(expected)
-        return Ledger([KeyCounts() for _ in workspace.names], begin)
-
     def _manifest(self, encoder_name: str, ledger: Ledger, key: int, dtype: str) -> dict[str, Any]:
         """Return an output's manifest, which does not depend on time, machine or number of workers."""
         job, tokenizer, counts = self.job, self.encoder.tokenizer, ledger.keys[key]
@@ -337,26 +313,3 @@ class _Preparation:
         if job.chat is not None or ledger.notes:
             manifest["changed"] = dict(sorted(ledger.notes.items()))
         return manifest
-
-
-# Options that are digests, which name nothing to users.
-_CONTENTS = {
-    "input_state": "the content of the input",
-    "tokenizer_sha256": "the tokenizer",
-    "chat_template_sha256": "the chat template",
-    "chat_template_source": "the chat template",
-}
-
-
-def describe_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Format the differences between two runs' options, one string each."""
-    changes = []
-    for key in sorted(old.keys() | new.keys()):
-        if old.get(key) != new.get(key):
-            before, now = json.dumps(old.get(key)), json.dumps(new.get(key))
-            if key in _CONTENTS:
-                changes.append(f"{_CONTENTS[key]} changed")
-                continue
-            long = len(before) + len(now) > 200
-            changes.append(f"{key} differs" if long else f"{key} was {before} and is now {now}")
-    return changes

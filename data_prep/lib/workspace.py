@@ -2,7 +2,7 @@
 
 ``<folder>/.<name>.partial/`` is in the output folder, so that finished files move by a rename. It holds the growing
 .bin, the documents' lengths, the quarantined lines and a journal. A checkpoint is a line of the journal, written after
-its data is on disk. Resuming truncates the files to the last checkpoint.
+its data is on disk. The same command resumes there, with files truncated to it; other options are refused.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from data_prep.lib.blocks import BlockPosition, TextBlock
-from data_prep.lib.run_options import BlockResult
+from data_prep.lib.blocks import START, BlockPosition, TextBlock
+from data_prep.lib.run_options import BlockResult, RunOptions
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import try_lock, unlock, write_atomically
 
@@ -53,6 +53,36 @@ class Workspace:
         self._files: dict[str, IO[bytes]] = {}
         self._hashes: dict[str, Any] = {}
 
+    def resume_or_begin(
+        self, identity: dict[str, Any], options: RunOptions, report: Callable[[str], None], begin: BlockPosition = START
+    ) -> Ledger:
+        """Resume an unfinished run with the options ``identity``, or start a new one at ``begin``.
+
+        Raises UserError for an unfinished run with other options, without ``--overwrite``.
+        """
+        begun, checkpoints = read_journal(self.folder)
+        different = describe_differences(begun, identity) if begun is not None else []
+        if different and not options.overwrite:
+            same_but_for_content = begun is not None and {**begun, "input_state": ""} == {**identity, "input_state": ""}
+            if not same_but_for_content:
+                raise UserError(
+                    f"{self.folder} has an unfinished run with other options: {'; '.join(different)}. "
+                    "Rerun with its options, remove the folder, or write --overwrite to start over"
+                )
+            report("input files changed since the unfinished run: starting over")
+        elif begun is not None and checkpoints and not different:
+            if checkpoints[-1]["ledger"]["skipped"] and options.on_bad_line == "error":
+                raise UserError(
+                    f"the unfinished run in {self.folder} skipped bad lines: write --on-bad-line skip to resume"
+                )
+            ledger = self._resume(identity, checkpoints[-1])
+            if ledger is not None:
+                report(f"resuming after {ledger.documents_read:,} documents of an unfinished run")
+                return ledger
+            report("files of the unfinished run are damaged: starting over")
+        self.begin(identity)
+        return Ledger([KeyCounts() for _ in self.names], begin)
+
     def begin(self, identity: dict[str, Any]) -> None:
         """Start a new run; delete existing files."""
         for path in self.folder.iterdir():
@@ -61,7 +91,7 @@ class Workspace:
         self._write_journal([{"identity": identity}])
         self._open_files("wb")
 
-    def resume(self, identity: dict[str, Any], checkpoint: dict[str, Any]) -> Ledger | None:
+    def _resume(self, identity: dict[str, Any], checkpoint: dict[str, Any]) -> Ledger | None:
         """Truncate the files to a checkpoint; return None if they differ from it, e.g. after a power failure."""
         if not all(self._matches(name, checkpoint) for name in self._data_files):
             self._hashes.clear()
@@ -155,6 +185,29 @@ def read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[dict[str, An
         for line in (folder / JOURNAL).read_bytes().split(b"\n")[:-1]:
             entries.append(json.loads(line))
     return (entries[0]["identity"], entries[1:]) if entries else (None, [])
+
+
+# Options that are digests, which name nothing to users.
+_CONTENTS = {
+    "input_state": "the content of the input",
+    "tokenizer_sha256": "the tokenizer",
+    "chat_template_sha256": "the chat template",
+    "chat_template_source": "the chat template",
+}
+
+
+def describe_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Format the differences between two runs' options, one string each."""
+    changes = []
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key):
+            before, now = json.dumps(old.get(key)), json.dumps(new.get(key))
+            if key in _CONTENTS:
+                changes.append(f"{_CONTENTS[key]} changed")
+                continue
+            long = len(before) + len(now) > 200
+            changes.append(f"{key} differs" if long else f"{key} was {before} and is now {now}")
+    return changes
 
 
 def read_prefix(path: Path, size: int) -> Iterator[bytes]:

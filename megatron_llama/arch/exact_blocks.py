@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_llama.arch.shapes import head_dim, kv_heads
+from megatron_llama.arch.parameters import head_dim, kv_heads
 from megatron_llama.config import ModelConfig
 
 BLOCKS = 8

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron_llama.arch.shapes import head_dim, lora_parameters, matrices_per_layer, saves_module
+from megatron_llama.arch.parameters import head_dim, lora_parameters, matrices_per_layer, saves_module
 from megatron_llama.config import FinetuneConfig, ModelConfig
 
 FORWARD_AND_BACKWARD = 3  # the backward pass has two matmuls for each one of the forward pass

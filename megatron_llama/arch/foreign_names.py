@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_llama.arch.hf_tp_mapping import Shape, hf_shapes
-from megatron_llama.arch.shapes import FUSED, head_dim, kv_heads
+from megatron_llama.arch.parameters import FUSED, head_dim, kv_heads
 from megatron_llama.config import ConfigError, ModelConfig, Problem
 
 

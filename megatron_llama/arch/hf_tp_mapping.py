@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, replace
 
 from megatron_llama.arch.lora_targets import layer_adapters, module_name
-from megatron_llama.arch.shapes import (
+from megatron_llama.arch.parameters import (
     FUSED,
     KV_MODULES,
     QK_NORMS,
@@ -196,7 +196,8 @@ def rectangles(
 def whole_shape(parameter: str, model: ModelConfig, finetune: FinetuneConfig | None = None) -> Shape:
     """Return the unsharded shape of a parameter, without padding.
 
-    LoRA's B with different ranks has the largest number of columns that divides them, so that blocks are whole.
+    In a fused LoRA B, q, k and v may have different ranks. Its number of columns is then the largest that divides all
+    ranks, so that no block of 8-bit states crosses two of them.
     """
     parts = rectangles(parameter, model, TensorParallel(0, 1), model.vocab_size, finetune)
     columns = math.gcd(*(part.size[1] for part in parts)) if len(parts[0].size) == 2 else None

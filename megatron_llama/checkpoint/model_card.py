@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from megatron_llama.arch.lora_targets import adapted_modules
-from megatron_llama.arch.shapes import head_dim, kv_heads, parameters, whole_model
+from megatron_llama.arch.parameters import head_dim, kv_heads, parameters, whole_model
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import FinetuneConfig, ModelConfig
 from megatron_llama.config.data_settings import NewTokens, split_weights

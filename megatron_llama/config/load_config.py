@@ -259,7 +259,7 @@ def _parse(overrides: Sequence[str], problems: list[Problem]) -> Iterator[Overri
 def _quote_numbers(text: str) -> str:
     """Quote the numbers and booleans in an override of a text setting, so that Hydra keeps them as typed.
 
-    data.prefixes has numbers too, its weights, but none with an underscore.
+    In data.prefixes, only items with an underscore, such as the path 2024_01: the others are weights.
     """
     name, equals, value = text.partition("=")
     name = name.lstrip("+")

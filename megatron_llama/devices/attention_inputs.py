@@ -120,7 +120,10 @@ def dense_mask(positions: Tensor, pattern: Pattern, documents: Tensor | None = N
 
 
 def is_visible(queries: Tensor, keys: Tensor, pattern: Pattern) -> Tensor:
-    """Return whether queries at given positions attend to earlier keys at others, bool. Positions broadcast."""
+    """Return whether queries at given positions attend to earlier keys at others, bool. Positions broadcast.
+
+    Block-sparse attention sees the query's group of blocks, and the last blocks of each earlier group.
+    """
     if pattern.window:
         return queries - keys < pattern.window
     if pattern.group:

@@ -10,9 +10,9 @@ The other modules:
 
 * environment.py reads the launcher's variables.
 * world.py finds the device and the number of ranks.
-* rendezvous.py collects the reports of all processes (node_reports.py) in the job's store (job_store.py).
+* rendezvous.py collects the reports of all processes in the job's store (job_store.py).
 * run_dir.py locks the run folder.
-* rank.py is the process of a rank.
+* rank.py is the process of a rank; failure_cause.py tells causes from consequences.
 * supervise.py waits for child processes.
 * watchdog.py ends ranks that hang.
 

@@ -12,11 +12,18 @@ from pathlib import Path
 
 from megatron_llama import event_hook
 from megatron_llama.launch.environment import ProcessContext, is_loopback
+from megatron_llama.launch.failure_cause import CONSEQUENCE_DELAY_SECONDS
 from megatron_llama.launch.host_checks import check_start
 from megatron_llama.launch.job_store import SECRET, LaunchFailed, StoreLost, describe_lost_store
-from megatron_llama.launch.node_reports import NodeInfo, check_consistent, node_info, node_table
-from megatron_llama.launch.rank import CONSEQUENCE_DELAY_SECONDS, TRAIN, Entry, run_as_rank
-from megatron_llama.launch.rendezvous import ARRIVAL_LIMIT_SECONDS, Rendezvous
+from megatron_llama.launch.rank import TRAIN, Entry, run_as_rank
+from megatron_llama.launch.rendezvous import (
+    ARRIVAL_LIMIT_SECONDS,
+    NodeInfo,
+    Rendezvous,
+    check_consistent,
+    node_info,
+    node_table,
+)
 from megatron_llama.launch.run_dir import (
     check_shared,
     claim_run_dir,

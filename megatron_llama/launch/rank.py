@@ -8,14 +8,13 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
-import re
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -28,6 +27,7 @@ if __name__ == "__main__":  # first: the terminal may close during the imports
 
 from megatron_llama import event_hook  # noqa: E402
 from megatron_llama.config import ConfigError  # noqa: E402
+from megatron_llama.launch.failure_cause import CONSEQUENCE_DELAY_SECONDS, Report, describe, is_peer_lost  # noqa: E402
 from megatron_llama.launch.job_store import describe_lost_store  # noqa: E402
 from megatron_llama.launch.run_dir import report_to_batch_script  # noqa: E402
 from megatron_llama.launch.start_log import log_end, log_start  # noqa: E402
@@ -47,39 +47,8 @@ A name is imported only in the ranks: a launcher of spawned ranks does not impor
 """
 TRAIN: Entry = "megatron_llama.train.run_rank:run_rank"
 
-# A rank that lost its peer waits before it reports: the launcher kills it first, and the cause stays last on stderr.
-CONSEQUENCE_DELAY_SECONDS = 8.0
-# Errors that mean the loss of another rank: consequences, not causes.
-_PEER_LOST = re.compile(
-    r"connection (was )?(closed|reset)|closed by peer|broken pipe|connection refused|remote process exited"
-    r"|likely closed|pair closure|communicator was aborted|socket timeout|wait timeout|timed out waiting|failed to recv"
-    r"|DistNetworkError|DistStoreError|unhandled system error",
-    re.IGNORECASE,
-)
-
 # Makes a rank write its stacks.
 STACKS_SIGNAL = signal.SIGQUIT
-
-
-@dataclass
-class Report:
-    """A rank's report of its end."""
-
-    code: int
-    """Exit status: 0, or by the error EXIT_USER (ConfigError), EXIT_RESTART, EXIT_INTERRUPTED or EXIT_FAILED."""
-    text: str = ""
-    """Message or traceback."""
-    consequence: bool = False
-    """Whether the error only means that another rank was lost."""
-    seconds: float = field(default_factory=time.monotonic)
-    """End on the machine's monotonic clock, comparable between ranks."""
-
-    @property
-    def reason(self) -> str:
-        """Short reason: the last line of a traceback, the last paragraph of another failure's text."""
-        if self.code == EXIT_FAILED and "Traceback (most recent call last)" in self.text:
-            return self.text.splitlines()[-1]
-        return self.text.rpartition("\n\n")[2] if self.code == EXIT_FAILED else self.text
 
 
 @dataclass
@@ -116,31 +85,6 @@ def load_entry(entry: Entry) -> Callable[[Plan], None]:
     return function
 
 
-def describe(error: BaseException) -> Report:
-    """Return the report of an entry that ended with ``error``."""
-    if isinstance(error, ConfigError):
-        return Report(EXIT_USER, str(error))
-    if isinstance(error, KeyboardInterrupt):
-        return Report(EXIT_INTERRUPTED)
-    if isinstance(error, SystemExit) and error.code == EXIT_RESTART:
-        return Report(EXIT_RESTART)
-    if fault := machine_fault(error):
-        return Report(EXIT_FAILED, fault)
-    if lost := describe_lost_store(error):
-        return Report(EXIT_FAILED, wrap(lost), consequence=True)
-    trace = "".join(traceback.format_exception(error)).rstrip()
-    return Report(EXIT_FAILED, trace, consequence=is_peer_lost(error))
-
-
-def is_peer_lost(error: BaseException | None) -> bool:
-    """Return whether ``error``, or an error it was raised from, only means that another rank was lost."""
-    while error is not None:
-        if _PEER_LOST.search("".join(traceback.format_exception_only(error))):
-            return True
-        error = error.__cause__
-    return False
-
-
 def run_assignment(assignment: Assignment, plan: Plan, entry: Entry) -> NoReturn:
     """Run ``entry`` as one rank of ``plan`` and end the process."""
     exit_with_parent(assignment.launcher_pid)
@@ -148,7 +92,7 @@ def run_assignment(assignment: Assignment, plan: Plan, entry: Entry) -> NoReturn
         if not is_ignored_by_user(number):
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, _interrupt_once)
-    exit_on_lost_interrupt(_exit_interrupted)
+    exit_on_lost_interrupt(_exit_interrupted)  # a KeyboardInterrupt that Python would only print
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
     os.environ.update(assignment.environment)
     if assignment.output is not None:
@@ -251,5 +195,5 @@ def run_from(descriptor: int) -> NoReturn:
     run_assignment(assignment, plan, entry)
 
 
-if __name__ == "__main__":  # by full name: the launcher unpickles Report by it
-    import_module("megatron_llama.launch.rank").run_from(int(sys.argv[1]))
+if __name__ == "__main__":
+    run_from(int(sys.argv[1]))

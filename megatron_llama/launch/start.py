@@ -25,18 +25,10 @@ from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import Device, get_device
 from megatron_llama.devices.compile_cache import open_compile_cache
 from megatron_llama.launch.environment import check_interface
+from megatron_llama.launch.failure_cause import CONSEQUENCE_DELAY_SECONDS, Report
 from megatron_llama.launch.host_checks import check_start
 from megatron_llama.launch.job_store import QUIET, Board
-from megatron_llama.launch.rank import (
-    CONSEQUENCE_DELAY_SECONDS,
-    STACKS_SIGNAL,
-    TRAIN,
-    Assignment,
-    Entry,
-    Report,
-    load_entry,
-    run_assignment,
-)
+from megatron_llama.launch.rank import STACKS_SIGNAL, TRAIN, Assignment, Entry, load_entry, run_assignment
 from megatron_llama.launch.run_dir import claim_run_dir, open_plan, rank_outputs
 from megatron_llama.launch.start_log import log_end, log_start
 from megatron_llama.launch.supervise import (

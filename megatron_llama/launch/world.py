@@ -65,8 +65,8 @@ def find_world(config: Config, context: ProcessContext | None) -> World:
     """
     grid = Grid.of(config.trainer)
     block, requested = grid.ranks_per_replica, grid.world_size
-    facts = find_device(config.device.name)
-    accelerator = config.device.name != "auto" and (facts is None or facts.is_accelerator)
+    named = find_device(config.device.name)  # None for auto and unknown names
+    accelerator = config.device.name != "auto" and (named is None or named.is_accelerator)
     for_other_machines = config.trainer.dp is not None or accelerator
     if config.dry_run and context is None and for_other_machines:
         # For other devices: querying local ones would take seconds.
@@ -101,7 +101,7 @@ def find_world(config: Config, context: ProcessContext | None) -> World:
         return World(config, size, device, nodes=context.nodes)
     if not device.is_accelerator:
         return World(config, requested, device)
-    if config.dry_run and device.count() % block:
+    if config.dry_run and device.count() % block:  # the layout does not fit here: a plan for other devices
         return World(config, requested, None)
     # A given trainer.dp may use a part of the devices.
     limited = config.trainer.dp is not None and requested < device.count()

@@ -9,7 +9,8 @@ A ``Llama`` is one chunk of the model: the layers of one (virtual) pipeline stag
 and the output head on the last. Modules have Hugging Face's names, with q, k, v and gate, up fused.
 
 Constructors take what a mode changes: ``BlockParts`` and ``Wrapper``s, which parallel/assembly.py chooses. Nothing
-replaces a method of a built module.
+replaces a method of a built module. ``@recomputable`` marks what trainer.recompute=selective computes again in the
+backward pass; otherwise it has no effect.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_llama.arch.shapes import fused_shape, has_bias, head_dim, kv_heads_per_rank, norms_branches, qk_norm
+from megatron_llama.arch.parameters import fused_shape, has_bias, head_dim, kv_heads_per_rank, norms_branches, qk_norm
 from megatron_llama.config import ModelConfig
 from megatron_llama.devices.attention_inputs import AttentionInputs
 from megatron_llama.devices.kernels import EAGER

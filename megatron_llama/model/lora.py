@@ -36,7 +36,7 @@ from torch.distributed._functional_collectives import all_reduce
 
 from megatron_llama.arch.hf_tp_mapping import is_lora, is_saved_module
 from megatron_llama.arch.lora_targets import LayerAdapters
-from megatron_llama.arch.shapes import StackedAdapters, fused_rows, stacked_adapters
+from megatron_llama.arch.parameters import StackedAdapters, fused_rows, stacked_adapters
 from megatron_llama.config import FinetuneConfig, ModelConfig
 from megatron_llama.config.precision import QUANTIZED_BITS
 from megatron_llama.devices import HOST

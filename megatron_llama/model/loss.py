@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_llama.arch.shapes import loss_chunk
+from megatron_llama.arch.parameters import loss_chunk
 from megatron_llama.devices.kernels import EAGER, LossKernels
 from megatron_llama.model.preference import Pairs, PreferenceLoss
 

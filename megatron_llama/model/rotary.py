@@ -10,7 +10,7 @@ import math
 import torch
 
 from megatron_llama import devices
-from megatron_llama.arch.shapes import head_dim
+from megatron_llama.arch.parameters import head_dim
 from megatron_llama.config import ModelConfig, RopeScaling
 from megatron_llama.config.rope import original_context
 from megatron_llama.devices import HOST

@@ -59,9 +59,9 @@ class Optimizer:
 
         Args:
             norm: fp32 scalar, global gradient norm.
-            skip: bool scalar on the device. Where it is true, weights, states and gradients keep their values. If
-                ``skips_on_device``, kernels read it. Otherwise the host reads it, with a sync: ``_step_on_host`` if
-                ``on_host``, else this method, which returns early. The caller passes the result to ``advance``.
+            skip: bool scalar on the device. Where it is true, weights, states and gradients keep their values. Kernels
+                read it if ``skips_on_device``. Otherwise the host reads it, with a sync: in ``_step_on_host`` if
+                ``on_host``, else here. ``advance`` needs to know whether the step was skipped.
         """
         if skip is not None and not self.skips_on_device and not self.on_host:
             if skip:
@@ -205,7 +205,7 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
     on_host = "optimizer" in plan.config.trainer.offload
     values = [s.local for s in trained]
     values = to_host(values, model.device) if on_host else values
-    # In a rehearsal the tensors are not on the plan's device.
+    # In tools/rehearse the tensors are not on the plan's device.
     kind = devices.device_named(name) if name in devices.NAMES else devices.of(model.device)
     holder = devices.device_named(devices.HOST) if on_host else devices.of(model.device)
     views = [nn.Parameter(value) for value in values]
@@ -228,6 +228,7 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
         kernels=holder.kernels(bool(plan.config.trainer.compile)),
         asynchronous=not on_host and kind.asynchronous,
     )
+    # For adamw: build_adamw in optim/adam.py.
     module, _, factory = inputs.row.factory.rpartition(".")
     inner: ShardOptimizer = getattr(import_module(module), factory)(inputs)
     qk_clip = None if optim.qk_clip is None else QKClip(inner, model, inputs)
@@ -238,7 +239,7 @@ def to_host(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch
     """Copy ``tensors`` from ``device`` to host memory (pinned, unless the device is the host). One sync."""
     on_device = devices.of(device).asynchronous
     copies = []
-    for tensor in tensors:  # no comprehension: a rehearsal attributes memory by function name
+    for tensor in tensors:  # no comprehension: tools/rehearse attributes memory by function name
         copies.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_device))
         copies[-1].copy_(tensor, non_blocking=True)
     if on_device:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_llama.arch.hf_tp_mapping import Rectangle
-from megatron_llama.arch.shapes import head_dim, kv_heads
+from megatron_llama.arch.parameters import head_dim, kv_heads
 from megatron_llama.optim.base import Group, OptimizerInputs, ShardOptimizer
 from megatron_llama.parallel import ParallelModel
 

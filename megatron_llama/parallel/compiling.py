@@ -76,7 +76,7 @@ class Graph:
         return {"what": fields.pop("function"), **fields}
 
 
-def enter_folder(plan: Plan, device: Device) -> Path:
+def use_compile_folder(plan: Plan, device: Device) -> Path:
     """Make this process compile into the folder of compiled code; create and return it.
 
     Raises:
@@ -110,7 +110,7 @@ class Compiler:
         if reason := self.device.compiler_missing():
             problem = Problem("trainer.compile", True, reason, "install it, or write trainer.compile=false")
             raise ConfigError([problem])
-        self._notes = enter_folder(self.plan, self.device) / "graphs"
+        self._notes = use_compile_folder(self.plan, self.device) / "graphs"
         self._backends: dict[str, Callable[..., Any]] = {}
         self._compile = torch._dynamo.lookup_backend(self.device.compiler)
         self._overlap = enable_async_overlap(self.device) if self.plan.config.trainer.async_tp else None

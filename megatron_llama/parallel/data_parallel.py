@@ -67,7 +67,8 @@ def data_groups(topology: Topology, device_type: str, plan: Plan, groups: Groups
         """Create a mesh of all ranks. ``parts``, the slowest first, replace dp and cp, which are adjacent in AXES."""
         shape: dict[str, int] = {}
         for axis in reversed(AXES):
-            shape |= parts if axis.same_weights else {axis.name: topology.sizes[axis.name]}  # at cp: no change
+            # dp is replaced by the parts; cp, the next axis, is already part of them.
+            shape |= parts if axis.same_weights else {axis.name: topology.sizes[axis.name]}
         mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
         for part in parts:
             groups.label("dp", mesh.get_group(part))
@@ -169,7 +170,7 @@ def allocate(chunk: Llama, device: torch.device, plan: Plan) -> ComputeCopies | 
     if isinstance(chunk, FSDPModule):
         chunk.to_empty(device=device)
         return None
-    for module in chunk.modules():  # to_empty cannot replace a rehearsal's parameters
+    for module in chunk.modules():  # to_empty can't replace the fake tensors of tools/rehearse
         for name, meta in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(torch.empty_like(meta, device=device), meta.requires_grad))
     return ComputeCopies(chunk, plan) if plan.storage.kind == COPIES else None

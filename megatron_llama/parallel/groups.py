@@ -104,7 +104,7 @@ def process_groups(plan: Plan, topology: Topology, device: Device, torch_device:
         dist.init_process_group(
             device.backend, rank=rank, world_size=size, timeout=timeout, store=store, device_id=bound
         )
-    with group_defaults(trainer):
+    with group_timeout(trainer):
         parallel_state.initialize_model_parallel(
             **{f"{axis.mcore}_size": topology.sizes[axis.name] for axis in AXES if not axis.is_derived},
             virtual_pipeline_model_parallel_size=trainer.vpp if trainer.vpp > 1 else None,
@@ -133,7 +133,7 @@ def process_groups(plan: Plan, topology: Topology, device: Device, torch_device:
 
 
 @contextmanager
-def group_defaults(trainer: TrainerConfig) -> Iterator[None]:
+def group_timeout(trainer: TrainerConfig) -> Iterator[None]:
     """Give process groups that are created inside the context the plan's timeout. They connect at their first use.
 
     torch's default is 10 minutes for NCCL, after which NCCL ends all ranks without a report. If the world is bound to a

@@ -20,7 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron_llama import devices
 from megatron_llama.arch.hf_tp_mapping import EMBEDDING, MAGNITUDE, TOKEN_ROWS, is_lora, lora_name
 from megatron_llama.arch.lora_targets import layer_adapters, module_name
-from megatron_llama.arch.shapes import matrices
+from megatron_llama.arch.parameters import matrices
 from megatron_llama.devices import Device
 from megatron_llama.devices.attention_inputs import Documents
 from megatron_llama.model.init import initial_values, torch_dtype
@@ -28,12 +28,12 @@ from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.model.llama import Llama
 from megatron_llama.model.preference import SCALE
 from megatron_llama.parallel.assembly import Build, block_parts, finish_chunk, layer_parts
-from megatron_llama.parallel.compiling import Compiler, enter_folder
+from megatron_llama.parallel.compiling import Compiler, use_compile_folder
 from megatron_llama.parallel.context_division import Division
 from megatron_llama.parallel.data_parallel import allocate, data_groups
 from megatron_llama.parallel.dp1_weight_casts import ComputeCopies, filled_copies
 from megatron_llama.parallel.exact import ExactSums
-from megatron_llama.parallel.groups import Groups, current_groups, group_defaults
+from megatron_llama.parallel.groups import Groups, current_groups, group_timeout
 from megatron_llama.parallel.pipeline import TokenTotals, run_answer_logps, run_logits, run_schedule
 from megatron_llama.parallel.replicated_gradients import ReplicatedGradients
 from megatron_llama.parallel.shards import Shard, shards_of
@@ -207,12 +207,12 @@ def build_model(
     if trainer.float8 is not None:
         device.require_float8()
     mcore, groups = mcore_config(plan), current_groups()
-    with group_defaults(trainer):
+    with group_timeout(trainer):
         data_parallel = data_groups(topology, torch_device.type, plan, groups)
         replicated = ReplicatedGradients(plan, topology, groups)
     exact = ExactSums(plan, topology, groups, data_parallel, replicated) if trainer.exact else None
     if compiler is None and device.compiles_code(plan.config):
-        enter_folder(plan, device)
+        use_compile_folder(plan, device)
     kernels = device.kernels(compiled=compiler is not None)
     build = Build(plan, topology, kernels, groups, data_parallel, exact, compiler)
     parts = block_parts(build)

@@ -22,7 +22,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from megatron_llama.arch.shapes import KV_HEADS, KV_MODULES, is_summed_over_tp, kv_copies
+from megatron_llama.arch.parameters import KV_HEADS, KV_MODULES, is_summed_over_tp, kv_copies
 from megatron_llama.parallel.groups import Groups
 from megatron_llama.parallel.shards import Shard
 from megatron_llama.plan import Plan

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.arch.attention_pattern import Pattern, pattern_of
-from megatron_llama.arch.shapes import head_dim, parameters
+from megatron_llama.arch.parameters import head_dim, parameters
 from megatron_llama.config import data_settings
 from megatron_llama.config.precision import LEAST_IN_BLOCKS, STATE_BLOCK
 from megatron_llama.config.problems import ConfigError, format_value

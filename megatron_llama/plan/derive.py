@@ -9,7 +9,14 @@ from dataclasses import asdict
 from typing import Any, cast
 
 from megatron_llama.arch.exact_blocks import num_blocks
-from megatron_llama.arch.shapes import head_dim, kv_heads, padded_vocab_size, parameters, stage_parameters, whole_model
+from megatron_llama.arch.parameters import (
+    head_dim,
+    kv_heads,
+    padded_vocab_size,
+    parameters,
+    stage_parameters,
+    whole_model,
+)
 from megatron_llama.config.data_settings import derives_validation, raw_data_files, split_weights
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import format_value

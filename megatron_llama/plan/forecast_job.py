@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_llama.arch.attention_pattern import pattern_of
 from megatron_llama.arch.lora_targets import adapted_modules
-from megatron_llama.arch.shapes import (
+from megatron_llama.arch.parameters import (
     FUSED,
     fused_matrix,
     fused_shape,

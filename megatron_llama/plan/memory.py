@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from megatron_llama.arch.attention_pattern import SCORES_AT_ONCE
-from megatron_llama.arch.shapes import StageParameters, head_dim, loss_chunk, norms_branches, qk_norm
+from megatron_llama.arch.parameters import StageParameters, head_dim, loss_chunk, norms_branches, qk_norm
 from megatron_llama.config.precision import BYTES, quantized_bytes, state_bytes_8bit
 from megatron_llama.config.settings import KEPT_BY_TIME
 from megatron_llama.plan.forecast_job import Job, job_of_plan

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_llama.arch.hf_tp_mapping import Rectangle, TensorParallel, keep_rows, rectangles, rows_of_shard
-from megatron_llama.arch.shapes import FUSED, Matrix, fused_matrix, head_dim, kv_copies, matrices
+from megatron_llama.arch.parameters import FUSED, Matrix, fused_matrix, head_dim, kv_copies, matrices
 from megatron_llama.config.settings import ModelConfig
 from megatron_llama.plan.plan import Plan
 from megatron_llama.topology import virtual_stages_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_llama.arch.shapes import StageParameters, kv_copies
+from megatron_llama.arch.parameters import StageParameters, kv_copies
 from megatron_llama.config.precision import BYTES, PRECISIONS, QUANTIZED_BITS, Precision
 from megatron_llama.config.settings import Config, ModelConfig
 from megatron_llama.corpus.splits import DatasetUsage

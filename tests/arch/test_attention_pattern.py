@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_llama.arch.attention_pattern import KeyRange, Keys, Pattern, pattern_of
 from megatron_llama.arch.flops import flops_per_token, matmul_parameters, mfu
-from megatron_llama.arch.shapes import parameters
+from megatron_llama.arch.parameters import parameters
 from megatron_llama.cli import CONF_DIR
 from megatron_llama.config import ModelConfig, load_config
 from megatron_llama.config.hf_config import compare_shapes, shape_from_hf, unsupported_architecture

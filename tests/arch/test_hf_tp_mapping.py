@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_llama.arch.hf_tp_mapping import Rectangle, TensorParallel, hf_shapes, keep_rows, rectangles
-from megatron_llama.arch.shapes import (
+from megatron_llama.arch.parameters import (
     FUSED,
     fused_rows,
     fused_shape,

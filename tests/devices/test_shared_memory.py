@@ -25,7 +25,7 @@ from megatron_llama.devices.cpu import shared_memory
 from megatron_llama.devices.cpu.shared_memory import SharedMemoryGroup
 from megatron_llama.devices.cuda import device as cuda
 from megatron_llama.devices.neuron.pair_transfers import PairTransfers, point_to_point_works, transfers_context
-from megatron_llama.launch.rank import _PEER_LOST
+from megatron_llama.launch.failure_cause import PEER_LOST
 from megatron_llama.topology import Grid, Topology
 from tests.devices.helpers import FAKES
 from tests.oracle import CPU, TOLERANCE, oracle, run_layout, worst
@@ -187,7 +187,7 @@ def _dies(rank: int) -> None:
     try:
         dist.all_reduce(torch.ones(1))
     except RuntimeError as error:
-        assert _PEER_LOST.search(str(error)), error
+        assert PEER_LOST.search(str(error)), error
         assert time.monotonic() - begun < 50
         raise
 

@@ -19,7 +19,8 @@ from megatron_llama.corpus.indexed_format import IndexedDataset
 from megatron_llama.devices import get_device
 from megatron_llama.devices.cpu.device import Cpu
 from megatron_llama.launch import start
-from megatron_llama.launch.rank import describe, is_peer_lost, load_entry, run_as_rank
+from megatron_llama.launch.failure_cause import describe, is_peer_lost
+from megatron_llama.launch.rank import load_entry, run_as_rank
 from megatron_llama.launch.run_dir import rank_outputs
 from megatron_llama.launch.start import LocalRanks, start_ranks
 from megatron_llama.launch.supervise import Grace

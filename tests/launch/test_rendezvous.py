@@ -20,12 +20,11 @@ import pytest
 from torch.distributed import DistStoreError, TCPStore
 
 from megatron_llama.config import ConfigError
-from megatron_llama.launch import environment, job_store, node_reports, rendezvous, run_dir
+from megatron_llama.launch import environment, job_store, rendezvous, run_dir
 from megatron_llama.launch.environment import ProcessContext
+from megatron_llama.launch.failure_cause import is_peer_lost
 from megatron_llama.launch.job_store import JobStore, LaunchFailed, StoreLost
-from megatron_llama.launch.node_reports import NodeInfo
-from megatron_llama.launch.rank import is_peer_lost
-from megatron_llama.launch.rendezvous import Rendezvous
+from megatron_llama.launch.rendezvous import NodeInfo, Rendezvous
 from megatron_llama.system.signals import is_stopped
 from tests.processes import PATIENCE_SECONDS, MakeLauncher, children, gone, host_store, run_command, state, wait_until
 from tests.ranks import check_threads
@@ -57,7 +56,7 @@ def context(rank: int, world: int = 3, address: str = "127.0.0.1", port: int = 0
 
 def info(rank: int, processes: int = 2, **more: Any) -> NodeInfo:
     """Return the report of one process."""
-    return replace(node_reports.node_info(context(rank, processes), rank, 1, 3), name=f"n{rank + 1}", **more)
+    return replace(rendezvous.node_info(context(rank, processes), rank, 1, 3), name=f"n{rank + 1}", **more)
 
 
 def connect(
@@ -72,7 +71,7 @@ def start(port: socket.socket, rank: int, world: int = 3, counts: int | None = N
     """Start a process that has reported itself and counts ``counts`` ranks."""
     count = world if counts is None else counts
     process = connect(port, rank, count)
-    process.report(node_reports.node_info(context(rank, count), rank, 1, world))
+    process.report(rendezvous.node_info(context(rank, count), rank, 1, world))
     return process
 
 
@@ -187,7 +186,7 @@ def test_reports_of_an_earlier_attempt_do_not_count() -> None:
         first.report(info(0))
         second.report(info(1))
 
-        def begin() -> node_reports.StartMessage:
+        def begin() -> rendezvous.StartMessage:
             nodes = [replace(node, token="old") if node.number else node for node in first.gather()]
             return first.open(nodes, *first.agree_on_run_dir(chosen))  # like a report of an earlier attempt
 
@@ -431,7 +430,7 @@ def test_the_first_node_may_resolve_its_own_name_to_the_loopback(monkeypatch: py
 
 def test_nodes_with_different_rank_counts_are_named() -> None:
     with pytest.raises(LaunchFailed, match=r"n3 has 7 ranks \(world size 21\), n1 has 1 \(world size 3\)"):
-        node_reports.check_consistent([info(0), info(1), info(2, ranks=7, world_size=21)])
+        rendezvous.check_consistent([info(0), info(1), info(2, ranks=7, world_size=21)])
 
 
 def test_the_table_of_nodes() -> None:
@@ -439,7 +438,7 @@ def test_the_table_of_nodes() -> None:
         info(0, first_rank=0, ranks=4, address="10.0.0.1", interface="ib0"),
         info(1, first_rank=4, ranks=4, address="10.0.0.2", interface=None),
     ]
-    assert node_reports.node_table(two, context(0, 2, "n1", 15070)).splitlines() == [
+    assert rendezvous.node_table(two, context(0, 2, "n1", 15070)).splitlines() == [
         "node  name  ranks  address   interface",
         "0     n1    0-3    10.0.0.1  ib0",
         "1     n2    4-7    10.0.0.2  unknown",
@@ -467,7 +466,7 @@ os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 store = TCPStore("127.0.0.1", port, is_master=False)
 os.kill(host, signal.SIGKILL)
 os.waitpid(host, 0)
-from megatron_llama.launch.rank import describe
+from megatron_llama.launch.failure_cause import describe
 for get in (store.get, job_store.JobStore(lambda: store, "", "", 9).get):
     try:
         for _ in range(3):

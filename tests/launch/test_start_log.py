@@ -24,7 +24,8 @@ from megatron_llama import cli
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.launch import rank
 from megatron_llama.launch import start as start_module
-from megatron_llama.launch.rank import Report, run_as_rank
+from megatron_llama.launch.failure_cause import Report
+from megatron_llama.launch.rank import run_as_rank
 from megatron_llama.launch.start import run_here
 from megatron_llama.launch.start_log import RESTART_COUNTS, STARTS_FILE, Start, log_end, log_start, read_starts
 from megatron_llama.plan import Plan

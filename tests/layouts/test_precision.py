@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from megatron_llama.arch.shapes import StageParameters
+from megatron_llama.arch.parameters import StageParameters
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel

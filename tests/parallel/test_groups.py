@@ -21,7 +21,7 @@ from megatron_llama.parallel.groups import (
     axis_of,
     broadcast_from_rank_0,
     current_groups,
-    group_defaults,
+    group_timeout,
     raise_on_all_ranks,
     sync_errors,
 )
@@ -147,7 +147,7 @@ def test_groups_of_a_bound_world_connect_at_their_first_use(monkeypatch: pytest.
     # torch connects a new group at once if the world is bound; most groups of megatron-core are not used.
     world = SimpleNamespace(bound_device_id=torch.device("cuda", 3))
     monkeypatch.setattr(dist.group.__class__, "WORLD", world)
-    with group_defaults(make().trainer):
+    with group_timeout(make().trainer):
         assert world.bound_device_id is None
     assert world.bound_device_id == torch.device("cuda", 3)
 

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from megatron_llama.arch.attention_pattern import Lengths, Pattern
 from megatron_llama.arch.hf_tp_mapping import Rectangle
-from megatron_llama.arch.shapes import padded_vocab_size
+from megatron_llama.arch.parameters import padded_vocab_size
 from megatron_llama.devices.attention_inputs import Documents, dense_mask
 from megatron_llama.devices.torch_attention import tiles_backward, tiles_forward
 from megatron_llama.model import loss

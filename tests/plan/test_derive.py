@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.arch.shapes import parameters
+from megatron_llama.arch.parameters import parameters
 from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.config.settings import LORA_TARGETS
 from megatron_llama.plan import Plan, format_plan, resolve, stage_memory

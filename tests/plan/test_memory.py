@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_llama.arch.shapes import StageParameters
+from megatron_llama.arch.parameters import StageParameters
 from megatron_llama.config import Config, load_config
 from megatron_llama.config.problems import format_problems
 from megatron_llama.devices import find_device

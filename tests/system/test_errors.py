@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_llama.launch.rank import describe
+from megatron_llama.launch.failure_cause import describe
 from megatron_llama.system import ulimits
 from megatron_llama.system.rerun_command import ArgumentParser
 from tests.paths import ROOT

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from matplotlib import pyplot
 
-from megatron_llama.arch.shapes import parameters
+from megatron_llama.arch.parameters import parameters
 from megatron_llama.plan.rules import data
 from megatron_llama.system.errors import MachineError
 from megatron_llama.train import sinks

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import yaml
 
-from megatron_llama.arch.shapes import head_dim, kv_heads
+from megatron_llama.arch.parameters import head_dim, kv_heads
 from megatron_llama.checkpoint.foreign.tensors import Foreign
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.config import ConfigError, ModelConfig, Problem

@@ -52,7 +52,7 @@ def register(name: str) -> None:
 
 
 class PeerLost(RuntimeError):
-    """A rank ended while another rank waited for it. launch/rank.py matches the message, which has gloo's words."""
+    """A rank ended while another rank waited for it. launch/failure_cause.py matches the message, in gloo's words."""
 
 
 class _Opened(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_llama.arch.exact_blocks import attention_rows, mlp_rows, num_blocks
-from megatron_llama.arch.shapes import head_dim, kv_copies, kv_heads, qk_norm
+from megatron_llama.arch.parameters import head_dim, kv_copies, kv_heads, qk_norm
 from megatron_llama.config import ModelConfig
 from megatron_llama.model.llama import COLUMN_PARALLEL, BlockParts, Llama, parallel_linear
 from megatron_llama.model.loss import Head

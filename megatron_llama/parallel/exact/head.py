@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_llama.arch.shapes import loss_chunk
+from megatron_llama.arch.parameters import loss_chunk
 from megatron_llama.model.loss import Head
 from megatron_llama.parallel.exact.linear import Context, by_node, sequences
 from megatron_llama.parallel.exact.matmuls import aligned

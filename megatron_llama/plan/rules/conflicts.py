@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
-from megatron_llama.arch.shapes import qk_norm
+from megatron_llama.arch.parameters import qk_norm
 from megatron_llama.config.data_settings import CurriculumMetric, split_weights, valid_metrics
 from megatron_llama.config.hf_config import NO_HF_BLOCKS
 from megatron_llama.config.optimizers import OptimizerRow

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_llama.arch.checkpoint_formats import LABELS, OURS, WEIGHTS_ONLY, is_foreign, recognize
-from megatron_llama.arch.shapes import head_dim, kv_heads
+from megatron_llama.arch.parameters import head_dim, kv_heads
 from megatron_llama.config import hf_config, hub
 from megatron_llama.config.data_settings import (
     DISCRETE,

@@ -15,7 +15,7 @@ from megatron_llama.arch.lora_targets import (
     module_name,
     module_names,
 )
-from megatron_llama.arch.shapes import FUSED, Matrix, has_bias, matrices
+from megatron_llama.arch.parameters import FUSED, Matrix, has_bias, matrices
 from megatron_llama.config.data_settings import NewTokens
 from megatron_llama.config.precision import QUANTIZATION_BLOCK, QUANTIZED_BITS, STATE_BLOCK
 from megatron_llama.config.problems import Problem, format_value, quote_value

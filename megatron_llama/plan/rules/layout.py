@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from megatron_llama.arch.shapes import can_cut, head_dim, kv_heads, kv_heads_per_rank
+from megatron_llama.arch.parameters import can_cut, head_dim, kv_heads, kv_heads_per_rank
 from megatron_llama.config.hf_config import ARCHITECTURES, BIASES, MISTRAL, WINDOWS, hf_type
 from megatron_llama.config.hostfile import HOST_FORMS, check_hosts
 from megatron_llama.config.problems import Problem, format_value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_llama.arch.exact_blocks import LEAST_TOKENS, SPANS, num_blocks
-from megatron_llama.arch.shapes import FUSED, ROW_PARALLEL, matrices
+from megatron_llama.arch.parameters import FUSED, ROW_PARALLEL, matrices
 from megatron_llama.config.problems import Problem
 from megatron_llama.config.settings import Config
 from megatron_llama.devices import find_device

@@ -22,7 +22,7 @@ from megatron_llama.system.files import user_cache
 from megatron_llama.system.tables import format_ranges, gib, plural, text_table
 from megatron_llama.system.wrapping import fill
 from megatron_llama.tools.common import show_line
-from megatron_llama.tools.doctor import disks, machine, network
+from megatron_llama.tools.doctor import disks, machine_checks, network
 from megatron_llama.tools.doctor.disks import RUN, Need
 from megatron_llama.tools.doctor.finding import BREAKS, NOTES, SEVERITIES, WARNS, Finding, NodeState, names
 from megatron_llama.tools.doctor.network import ClockReading, Connections
@@ -104,12 +104,12 @@ def _node_report(examination: Examination, address: str, port: int) -> dict[str,
     context = examination.context
     device = examination.config.device.name
     seen = {
-        machine.VERSIONS: machine.observe_versions(),
-        machine.HARDWARE: machine.observe_hardware(device, count=not examination.quick),
-        machine.LIMITS: machine.observe_limits(),
+        machine_checks.VERSIONS: machine_checks.observe_versions(),
+        machine_checks.HARDWARE: machine_checks.observe_hardware(device, count=not examination.quick),
+        machine_checks.LIMITS: machine_checks.observe_limits(),
         disks.CHECK: disks.observe(output_folders(examination.config)),
     }
-    name = seen[machine.HARDWARE].get("device")
+    name = seen[machine_checks.HARDWARE].get("device")
     seen[network.INTERFACES] = network.observe_interfaces(get_device(name).interface_variable if name else network.GLOO)
     return {
         "process": 0 if context is None else context.rank,
@@ -146,14 +146,14 @@ def _judge(
     readings: Sequence[ClockReading | None],
 ) -> Iterator[Finding]:
     yield from _missing(examination, connections)
-    yield from machine.judge_versions(nodes)
-    yield from machine.judge_hardware(nodes)
+    yield from machine_checks.judge_versions(nodes)
+    yield from machine_checks.judge_hardware(nodes)
     yield from network.judge_interfaces(nodes)
     yield from network.judge_pairs(nodes, results)
-    yield from machine.judge_clocks(nodes, readings)
+    yield from machine_checks.judge_clocks(nodes, readings)
     yield from disks.judge(nodes, marker_checks, None if examination.plan is None else disk_need(examination.plan))
-    device = nodes[0].seen[machine.HARDWARE].get("device")
-    yield from machine.judge_limits(nodes, accelerator=bool(device) and get_device(device).is_accelerator)
+    device = nodes[0].seen[machine_checks.HARDWARE].get("device")
+    yield from machine_checks.judge_limits(nodes, accelerator=bool(device) and get_device(device).is_accelerator)
 
 
 def _missing(examination: Examination, connections: Connections) -> Iterator[Finding]:
@@ -224,14 +224,14 @@ def _node_table(nodes: Sequence[NodeState], readings: Sequence[ClockReading | No
     rows = [("node", "ranks", "address", "interface", "device", "clock", "run.dir", "free")]
     software: dict[str, list[NodeState]] = {}
     for node, reading in zip(nodes, readings, strict=True):
-        device, disk = node.seen[machine.HARDWARE], node.seen[disks.CHECK][disks.RUN]
+        device, disk = node.seen[machine_checks.HARDWARE], node.seen[disks.CHECK][disks.RUN]
         count = f"{device['count']} x " if device.get("count") else ""
         clock = "" if reading is None else f"{reading.ahead:+.3f} s"
         speed = f"{disks.WRITTEN / disk['seconds'] / 1e6:,.0f} MB/s" if "seconds" in disk else "?"
         free = "?" if disk["free"] is None else gib(disk["free"])
         place = (node.name, node.ranks, node.address, network.interface_of_node(node) or "")
         rows.append((*place, f"{count}{device.get('device', 'none')}", clock, speed, free))
-        versions = node.seen[machine.VERSIONS]
+        versions = node.seen[machine_checks.VERSIONS]
         software.setdefault(f"torch {versions['torch']}, commit {versions['commit']}", []).append(node)
     lines = text_table([[*map(str, row)] for row in rows])
     return [*lines, "", *(fill("", f"{names(users)}: {versions}") for versions, users in software.items())]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.arch.shapes import head_dim
+from megatron_llama.arch.parameters import head_dim
 from megatron_llama.plan.forecast_job import Job
 from megatron_llama.plan.memory import layer_activations
 from megatron_llama.tools.forecast.hardware import HardwareSpec

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.arch.shapes import parameters
+from megatron_llama.arch.parameters import parameters
 from megatron_llama.plan.forecast_job import Job, job_of_plan
 from megatron_llama.plan.plan import Plan
 from megatron_llama.system.files import user_cache

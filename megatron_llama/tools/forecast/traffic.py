@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_llama.arch.hf_tp_mapping import MAGNITUDE
-from megatron_llama.arch.shapes import (
+from megatron_llama.arch.parameters import (
     FUSED,
     KV_HEADS,
     ROW_PARALLEL,
@@ -36,7 +36,7 @@ from megatron_llama.arch.shapes import (
 from megatron_llama.config.precision import BYTES, exchanged_bytes
 from megatron_llama.plan.muon_division import MatrixWork
 from megatron_llama.plan.plan import Plan
-from megatron_llama.tools.forecast.parameters import (
+from megatron_llama.tools.forecast.rank_work import (
     Parameter,
     adapters_of,
     block_parameters,

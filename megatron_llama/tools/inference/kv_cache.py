@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from megatron_llama import devices
 from megatron_llama.arch.attention_pattern import pattern_of
-from megatron_llama.arch.shapes import head_dim, kv_heads_per_rank
+from megatron_llama.arch.parameters import head_dim, kv_heads_per_rank
 from megatron_llama.config import ModelConfig
 from megatron_llama.devices.attention_inputs import AttentionInputs, is_visible
 from megatron_llama.model.inputs import BlockInputs

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.arch.shapes import head_dim, kv_heads
+from megatron_llama.arch.parameters import head_dim, kv_heads
 from megatron_llama.checkpoint.export import GENERATION, check_base, model_of
 from megatron_llama.checkpoint.folder import find_checkpoint, local_model
 from megatron_llama.checkpoint.hf_folder import open_hf_folder

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import schedules
 from torch import nn
 
 from megatron_llama import cli
-from megatron_llama.arch.shapes import head_dim, matrices_per_layer
+from megatron_llama.arch.parameters import head_dim, matrices_per_layer
 from megatron_llama.data.batches import build_data
 from megatron_llama.devices import HOST, get_device
 from megatron_llama.launch.world import find_world

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_llama.arch.flops import FlopsPerToken, flops_per_token, mfu
-from megatron_llama.arch.shapes import parameters
+from megatron_llama.arch.parameters import parameters
 from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.plan import Plan, batch_line, resolve
 from megatron_llama.plan.forecast_job import Job, job_of_plan

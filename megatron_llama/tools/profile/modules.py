@@ -21,7 +21,7 @@ from megatron_llama.model.inputs import BlockInputs
 from megatron_llama.model.llama import Llama
 from megatron_llama.plan import Plan
 from megatron_llama.tools.figures import MemoryTimeline
-from megatron_llama.tools.forecast.parameters import any_layer, model_parameters
+from megatron_llama.tools.forecast.rank_work import any_layer, model_parameters
 from megatron_llama.tools.measured_steps import BACKWARD, FORWARD, Modules, Place
 from megatron_llama.tools.profile.trace import REST, Clock, Zone
 

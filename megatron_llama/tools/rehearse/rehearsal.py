@@ -30,7 +30,7 @@ from megatron_llama.optim import Optimizer, build_optimizer
 from megatron_llama.optim.eight_bit_states import BlockwiseState
 from megatron_llama.parallel import ParallelModel, build_model, parallelize, process_groups, shards
 from megatron_llama.plan import Plan
-from megatron_llama.tools.forecast.parameters import any_layer
+from megatron_llama.tools.forecast.rank_work import any_layer
 from megatron_llama.tools.forecast.traffic import Amount, Traffic
 from megatron_llama.tools.measured_steps import BACKWARD, FORWARD, RECOMPUTED, Modules, TrafficCounter, open_steps
 from megatron_llama.tools.rehearse.report import DispatchedOperator, Flops, MemoryKind, OperatorCount, Rehearsal

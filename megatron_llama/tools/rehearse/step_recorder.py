@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from megatron_llama.tools.figures import MemoryTimeline
-from megatron_llama.tools.forecast.parameters import any_layer
+from megatron_llama.tools.forecast.rank_work import any_layer
 from megatron_llama.tools.measured_steps import BACKWARD, FORWARD, RECOMPUTED, Modules, Place, TrafficCounter
 from megatron_llama.tools.rehearse.report import Holder, MemoryKind
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_llama.arch.shapes import can_cut
+from megatron_llama.arch.parameters import can_cut
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.problems import format_value
 from megatron_llama.config.settings import RECOMPUTE, Config

@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from megatron_llama.arch.flops import flops_per_token
-from megatron_llama.arch.shapes import head_dim
+from megatron_llama.arch.parameters import head_dim
 from megatron_llama.devices import get_device
 from megatron_llama.plan import Plan, stage_memory
-from megatron_llama.tools.forecast.parameters import units
+from megatron_llama.tools.forecast.rank_work import units
 from megatron_llama.tools.forecast.traffic import totals
 from megatron_llama.tools.measured_steps import Steps
 from megatron_llama.tools.rehearse import cli

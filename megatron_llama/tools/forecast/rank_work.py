@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron_llama.arch.hf_tp_mapping import MAGNITUDE
 from megatron_llama.arch.lora_targets import layer_adapters
-from megatron_llama.arch.shapes import (
+from megatron_llama.arch.parameters import (
     QK_NORMS,
     ROW_PARALLEL,
     StackedAdapters,
