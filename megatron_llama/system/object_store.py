@@ -14,6 +14,7 @@ import random
 import re
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -232,9 +233,13 @@ def end_threads() -> None:
     asyn = sys.modules.get("fsspec.asyn")
     if asyn is None or (loop := asyn.loop[0]) is None:
         return
-    for system in sys.modules["fsspec.registry"].registry.values():
+    systems = tuple(sys.modules["fsspec.registry"].registry.values())
+    for system in systems:
         system.clear_instance_cache()
     gc.collect()  # closes their connections
+    for finalizer in tuple(weakref.finalize._registry):  # type: ignore[attr-defined]
+        if (alive := finalizer.peek()) and isinstance(alive[0], systems):  # adlfs's keep their file system alive
+            finalizer()
     import asyncio
 
     asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result()

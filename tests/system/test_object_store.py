@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+
+import fsspec
 import pytest
+from fsspec.asyn import AsyncFileSystem
+from fsspec.registry import _registry
 
 from megatron_llama.system import object_store
 from megatron_llama.system.object_store import RemotePath
@@ -38,3 +43,18 @@ def test_a_lasting_fault_is_named(store: Store) -> None:
     store.fault("denied", "x.bin", count=100)
     with pytest.raises(PermissionError, match="the store denies the access.*x.bin"):
         path.read_bytes()
+
+
+def test_a_file_system_is_closed_before_its_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As adlfs's, whose finalizers would fail at the exit of Python and print a traceback."""
+    closed: list[object] = []
+
+    class Azure(AsyncFileSystem):  # type: ignore[misc]
+        def __init__(self, **options: object) -> None:
+            super().__init__(**options)
+            weakref.finalize(self, closed.append, self)
+
+    monkeypatch.setitem(_registry, "azure-like", Azure)
+    system = fsspec.filesystem("azure-like")
+    object_store.end_threads()
+    assert closed == [system]
