@@ -33,6 +33,7 @@ from megatron_llama.config.settings import DataConfig
 from megatron_llama.system.errors import LaunchFailed, MachineError, Stopped, UserError
 from megatron_llama.system.files import sha256_file, try_lock, user_cache, wait_for_lock
 from megatron_llama.system.wrapping import wrap
+from megatron_llama.text.tokenizer import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from data_prep.lib.sft_and_text_sets import ExampleOptions
@@ -40,16 +41,6 @@ if TYPE_CHECKING:
 MAX_BYTES = 256 << 20
 """Maximum size of a raw data file. Larger files take minutes to prepare: use data_prep/sft.py."""
 _VERSION = 3  # increase it if data_prep/sft.py changes the output of the same records
-# Files with tokenizers and chat templates.
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 @dataclass(frozen=True)
@@ -175,7 +166,7 @@ def _key(path: str, records: list[str], tokenizer: str, data: DataConfig, format
     """
     tokenizer_path = Path(tokenizer)
     folder = tokenizer_path if tokenizer_path.is_dir() else tokenizer_path.parent
-    files = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     files += [] if tokenizer_path.is_dir() else [tokenizer_path]
     content = {
         "version": _VERSION,

@@ -55,6 +55,7 @@ from megatron_llama.text.tokenizer import (
     FAST_JSON,
     NO_TOKENS,
     SENTENCEPIECE_MODEL,
+    TOKENIZER_FILES,
     TokenizerError,
     open_tokenizer,
     read_sentencepiece,
@@ -65,18 +66,6 @@ HF_FOLDER = "hf"
 MAX_SHARD_BYTES = 5 * 10**9
 _BLOCK_BYTES = 64 << 20
 GENERATION = "generation_config.json"
-# Only these files of a tokenizer are copied: data, no code.
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -380,7 +369,7 @@ def _write_tokenizer(source: Path, folder: Path, is_run: bool, new_tokens: NewTo
     """
     file = tokenizer_file(source)
     if source.is_dir() or file.suffix == ".json":
-        for name in _TOKENIZER_FILES:
+        for name in TOKENIZER_FILES:
             if (file.parent / name).is_file():
                 shutil.copyfile(file.parent / name, folder / name)
     if not file.is_file():

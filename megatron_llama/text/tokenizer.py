@@ -25,6 +25,9 @@ from megatron_llama.system.missing_packages import pip_install
 
 NO_TOKENS = NewTokens()
 SETTINGS, FAST_JSON, SENTENCEPIECE_MODEL = "tokenizer_config.json", "tokenizer.json", "tokenizer.model"
+TOKENIZER_FILES: tuple[str, ...] = (FAST_JSON, SENTENCEPIECE_MODEL, SETTINGS, "special_tokens_map.json")
+TOKENIZER_FILES += ("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json")
+"""Names of a tokenizer's files in a Hugging Face folder: data, no code."""
 
 
 class TokenizerError(UserError):

@@ -17,7 +17,8 @@ import pytest
 from megatron_llama.launch.environment import ProcessContext
 from megatron_llama.launch.job_store import LaunchFailed
 from megatron_llama.plan import resolve
-from megatron_llama.tools.doctor import cli, disks, examination, machine_checks, network, rank_and_link_speed
+from megatron_llama.tools.doctor import cli, disks, examination, network, rank_and_link_speed
+from megatron_llama.tools.doctor import machine_checks as machine
 from megatron_llama.tools.doctor.disks import RUN, Need
 from megatron_llama.tools.doctor.examination import DoctorReport
 from megatron_llama.tools.doctor.finding import BREAKS, WARNS, Finding, NodeState
@@ -39,35 +40,29 @@ def healthy(number: int) -> NodeState:
     }
     disk = {"folder": "/shared/runs", "fault": None, "free": 500 * GIB, "seconds": 0.01, "locks": True, "renames": True}
     seen: dict[str, Any] = {
-        machine_checks.VERSIONS: {
+        machine.VERSIONS: {
             "python": "3.12.1",
             "torch": "2.13.0+cu130",
             "megatron-core": "0.19.2",
             "numpy": "2.1",
             "commit": "abc",
-            machine_checks.LACKS: [],
-            machine_checks.PROGRAM: "f00",
+            machine.LACKS: [],
+            machine.PROGRAM: "f00",
         },
-        machine_checks.HARDWARE: {
-            "missing": None,
-            "device": "gpu",
-            "count": 8,
-            "devices": "8 x H100",
-            "driver": "570.1",
-        },
+        machine.HARDWARE: {"missing": None, "device": "gpu", "count": 8, "devices": "8 x H100", "driver": "570.1"},
         network.INTERFACES: {"host": f"n{number + 1}", "own": [address], "interfaces": links, "asked": {}},
         disks.CHECK: {disks.RUN: dict(disk), "trainer.compile_cache": {**disk, "folder": "/cache"}},
-        machine_checks.LIMITS: {"files": 65536, "processes": None, "locked": None, "shared": 64 * GIB, "rdma": True},
+        machine.LIMITS: {"files": 65536, "processes": None, "locked": None, "shared": 64 * GIB, "rdma": True},
     }
     return NodeState(number, f"n{number + 1}", address, str(number), seen)
 
 
 NEED = Need(checkpoint=100 * GIB, retained=3)
 JUDGES: dict[str, Callable[[list[NodeState]], Iterable[Finding]]] = {
-    machine_checks.VERSIONS: machine_checks.judge_versions,
-    machine_checks.HARDWARE: machine_checks.judge_hardware,
+    machine.VERSIONS: machine.judge_versions,
+    machine.HARDWARE: machine.judge_hardware,
     network.INTERFACES: network.judge_interfaces,
-    machine_checks.LIMITS: lambda nodes: machine_checks.judge_limits(nodes, accelerator=True),
+    machine.LIMITS: lambda nodes: machine.judge_limits(nodes, accelerator=True),
     disks.CHECK: lambda nodes: disks.judge(nodes, [None] * len(nodes), NEED),
 }
 
@@ -82,21 +77,21 @@ def test_the_cache_of_a_run_that_compiles_is_checked(device: str, exact: bool, w
 
 
 FAULTS: list[tuple[str, dict[str, Any]]] = [
-    (machine_checks.VERSIONS, {"torch": "2.11.0"}),
-    (machine_checks.VERSIONS, {"torch": None, machine_checks.LACKS: ["torch"]}),
-    (machine_checks.VERSIONS, {machine_checks.LACKS: ["matplotlib"]}),
-    (machine_checks.VERSIONS, {"python": "3.11.7"}),
-    (machine_checks.VERSIONS, {machine_checks.PROGRAM: "bad", "commit": "old"}),
-    (machine_checks.HARDWARE, {"missing": "no driver"}),
-    (machine_checks.HARDWARE, {"device": "cpu"}),
-    (machine_checks.HARDWARE, {"count": 7}),
-    (machine_checks.HARDWARE, {"driver": "550"}),
+    (machine.VERSIONS, {"torch": "2.11.0"}),
+    (machine.VERSIONS, {"torch": None, machine.LACKS: ["torch"]}),
+    (machine.VERSIONS, {machine.LACKS: ["matplotlib"]}),
+    (machine.VERSIONS, {"python": "3.11.7"}),
+    (machine.VERSIONS, {machine.PROGRAM: "bad", "commit": "old"}),
+    (machine.HARDWARE, {"missing": "no driver"}),
+    (machine.HARDWARE, {"device": "cpu"}),
+    (machine.HARDWARE, {"count": 7}),
+    (machine.HARDWARE, {"driver": "550"}),
     (network.INTERFACES, {"own": ["127.0.1.1"]}),
     *((network.INTERFACES, {"asked": {network.GLOO: name}}) for name in ("eth7", "lo")),
     (network.INTERFACES, {"asked": {"X_IFNAME": "^eth,lo"}}),
-    (machine_checks.LIMITS, {"files": 1024}),
-    (machine_checks.LIMITS, {"locked": 65536}),
-    (machine_checks.LIMITS, {"shared": 64 << 20}),
+    (machine.LIMITS, {"files": 1024}),
+    (machine.LIMITS, {"locked": 65536}),
+    (machine.LIMITS, {"shared": 64 << 20}),
     (disks.CHECK, {RUN: {"fault": "Permission denied"}}),
     (disks.CHECK, {"trainer.compile_cache": {"fault": "No space left on device", "free": 0}}),
     (disks.CHECK, {RUN: {"locks": None}}),
@@ -146,7 +141,7 @@ def test_findings() -> None:
         return disks.judge(nodes, [None, *others], NEED)
 
     def judge_clocks(*ahead: tuple[float, float]) -> Iterable[Finding]:
-        return machine_checks.judge_clocks(nodes, [None, *(ClockReading(*each) for each in ahead)])
+        return machine.judge_clocks(nodes, [None, *(ClockReading(*each) for each in ahead)])
 
     situations: dict[str, Iterable[Finding]] = {
         **{f"healthy {check}": judge([healthy(number) for number in range(4)]) for check, judge in JUDGES.items()},
