@@ -1,8 +1,8 @@
 """Run the collected tests in forked workers: ``pytest --workers 3``.
 
-The tests are collected once, and the workers share the imported packages. Each worker takes whole files, longest
-folders first. The parent, which runs no test, ends a test at its time limit with the stacks of all its processes,
-replaces a worker that dies, and stops the run after ``--limit`` seconds.
+The tests are collected once, and the workers share the imported packages. Each worker takes a file, or 100 tests of a
+long one, longest folders first. The parent, which runs no test, ends a test at its time limit with the stacks of all
+its processes, replaces a worker that dies, and stops the run after ``--limit`` seconds.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ import tests.warm  # noqa: F401  before the first fork
 from tests.processes import state
 from tests.ranks import check_threads
 
+MOST_TESTS = 100
+"""Tests of one file that a worker takes at a time."""
 OMITTED_FRAMES = ("/_pytest/", "/pytest/", "/pluggy/", "<frozen runpy>", "Extension modules:")
 """Parts of lines of a stack that are the same for each test."""
 
@@ -58,8 +60,10 @@ class Run:
     def __init__(self, session: pytest.Session, count: int, limit: float) -> None:
         self.session, self.items, self.limit = session, session.items, limit
         self.began = monotonic()
-        files = groupby(range(len(self.items)), key=lambda index: self.items[index].path)
-        self.queue = deque(list(indices) for _, indices in files)
+        self.queue = deque[list[int]]()
+        for _, group in groupby(range(len(self.items)), key=lambda index: self.items[index].path):
+            indices = list(group)
+            self.queue.extend(indices[start : start + MOST_TESTS] for start in range(0, len(indices), MOST_TESTS))
         self.base: Path = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         self.forked = 0
         self.workers = [self._fork() for _ in range(min(count, len(self.queue)))]

@@ -48,7 +48,8 @@ def _main(arguments: list[str]) -> None:
     raise SystemExit(pytest.main(arguments))
 
 
-def test_each_test_has_one_result(tmp_path: Path) -> None:
+def test_each_test_has_one_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytest_workers, "MOST_TESTS", 4)
     (tmp_path / "test_first.py").write_text(FIRST)
     (tmp_path / "test_second.py").write_text(SECOND)
     status, output = _pytest(tmp_path, "--workers", "2")
