@@ -214,7 +214,7 @@ LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
     ("tp4+sp, muon, kv heads < tp", 4, [TP4, MICRO_4], [MUON]),
     ("tp2·dp2+sp, muon, zero 3", 4, [TP2, ZERO3], [MUON]),
     ("tp2·dp2+sp, muon, zero 0, split heads", 4, [TP2, ZERO0], [MUON, "optim.split_heads=true"]),
-    ("pp2·vpp2·dp2, muon, zero 1, original scale", 4, [PP2, VPP2], [MUON, *ORIGINAL]),
+    ("pp2·vpp2·dp2, muon, zero 1, original scale", 4, [PP2, VPP2, ZERO1], [MUON, *ORIGINAL]),
     ("dp4, muon, hybrid, zero 2", 4, [ZERO2, HYBRID, MICRO_1], [MUON]),
     ("tp2·cp2+sp, muon, qwen2", 4, [TP2, CP], [MUON, QWEN2, BIAS_EPS]),
     ("pp2·dp3, muon, uneven shards", 6, [PP2, MICRO_1], [MUON, SIX_SAMPLES]),
