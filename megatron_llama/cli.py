@@ -290,7 +290,7 @@ def _print_plan(plan: Plan) -> int:
 
 def _fetch_weights(plan: Plan) -> list[Problem]:
     """Download missing weights of ``init_from``, or return their problem, before data is prepared; no dry run does."""
-    from megatron_llama.arch.checkpoint_formats import is_foreign
+    from megatron_llama.arch.recognize_format import is_foreign
     from megatron_llama.config.hf_config import has_weights, missing_weights
     from megatron_llama.config.hub import fetch_weights
     from megatron_llama.config.stored_settings import has_run

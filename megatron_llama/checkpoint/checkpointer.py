@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_llama.arch.checkpoint_formats import TRAINER, is_foreign, recognize
 from megatron_llama.arch.hf_tp_mapping import is_lora
+from megatron_llama.arch.recognize_format import TRAINER, is_foreign, recognize
 from megatron_llama.checkpoint import BEST
 from megatron_llama.checkpoint import state as contents
 from megatron_llama.checkpoint.changed_settings import Difference, check_allowed, data_record, find_differences

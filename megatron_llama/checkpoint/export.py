@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron_llama.arch.checkpoint_formats import DCP
 from megatron_llama.arch.hf_tp_mapping import EMBEDDING, PEFT_PREFIX, Shape, hf_shapes, peft_name
+from megatron_llama.arch.recognize_format import DCP
 from megatron_llama.checkpoint.folder import older_checkpoints
 from megatron_llama.checkpoint.lora_adapter import (
     MergedTensors,

@@ -228,7 +228,7 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
         kernels=holder.kernels(bool(plan.config.trainer.compile)),
         asynchronous=not on_host and kind.asynchronous,
     )
-    # For adamw: build_adamw in optim/adam.py.
+    # For adamw: build_adamw in optim/adam.py
     module, _, factory = inputs.row.factory.rpartition(".")
     inner: ShardOptimizer = getattr(import_module(module), factory)(inputs)
     qk_clip = None if optim.qk_clip is None else QKClip(inner, model, inputs)

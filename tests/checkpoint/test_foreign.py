@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 
-from megatron_llama.arch.foreign_names import megatron_names
+from megatron_llama.arch.foreign_tensor_layouts import megatron_names
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.foreign.describe import describe

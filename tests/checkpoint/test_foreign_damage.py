@@ -19,8 +19,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from megatron_llama.arch.checkpoint_formats import recognize
-from megatron_llama.arch.foreign_names import megatron_names
+from megatron_llama.arch.foreign_tensor_layouts import megatron_names
+from megatron_llama.arch.recognize_format import recognize
 from megatron_llama.checkpoint.foreign import unpickle
 from megatron_llama.checkpoint.foreign.describe import describe
 from megatron_llama.checkpoint.foreign.detect import open_foreign

@@ -17,7 +17,7 @@ import yaml
 from megatron.core.transformer import TransformerConfig
 from safetensors.torch import save_file
 
-from megatron_llama.arch.foreign_names import megatron_names, torchtitan_names
+from megatron_llama.arch.foreign_tensor_layouts import megatron_names, torchtitan_names
 from megatron_llama.arch.hf_tp_mapping import hf_shapes
 from megatron_llama.checkpoint.foreign.detect import open_foreign, resumed_state
 from megatron_llama.checkpoint.foreign.source_settings import read_arguments

@@ -18,7 +18,7 @@ import yaml
 from hypothesis import strategies as st
 from safetensors.torch import save as save_safetensors
 
-from megatron_llama.arch.foreign_names import litgpt_names, megatron_names, torchtitan_names
+from megatron_llama.arch.foreign_tensor_layouts import litgpt_names, megatron_names, torchtitan_names
 from megatron_llama.arch.hf_tp_mapping import hf_shapes
 from megatron_llama.checkpoint.manifest import NAME, State, merge
 from megatron_llama.checkpoint.manifest import _checksum as checksum_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_llama.arch.checkpoint_formats import is_foreign, recognize
+from megatron_llama.arch.recognize_format import is_foreign, recognize
 from megatron_llama.config import Config, ConfigError, ModelConfig, RopeScaling, load_config
 from megatron_llama.config.problems import Problem
 from megatron_llama.config.rope import rope_to_hf

@@ -46,7 +46,7 @@ def test_a_lasting_fault_is_named(store: Store) -> None:
 
 
 def test_a_file_system_is_closed_before_its_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As adlfs's, whose finalizers would fail at the exit of Python and print a traceback."""
+    """Finalizers like adlfs's would fail at Python's exit and print a traceback."""
     closed: list[object] = []
 
     class Azure(AsyncFileSystem):  # type: ignore[misc]

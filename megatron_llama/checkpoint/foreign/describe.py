@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_llama.arch import checkpoint_formats as formats
+from megatron_llama.arch import recognize_format as formats
 from megatron_llama.checkpoint.foreign import megatron
 from megatron_llama.checkpoint.foreign.dcp_files import DcpFolder, open_dcp
 from megatron_llama.checkpoint.foreign.source_settings import read_config_json

@@ -1,6 +1,6 @@
 """Open a checkpoint of any other program, and the state from which a run resumes.
 
-``open_foreign`` chooses the reader by arch/checkpoint_formats.py. ``resumed_state`` turns step and position into the
+``open_foreign`` chooses the reader by arch/recognize_format.py. ``resumed_state`` turns step and position into the
 state that our checkpoints have, and reports the settings that differ from the source's.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from megatron_llama.arch import checkpoint_formats as formats
+from megatron_llama.arch import recognize_format as formats
 from megatron_llama.checkpoint.changed_settings import LOGGED, Difference, check_allowed, kinds
 from megatron_llama.checkpoint.foreign.megatron import open_ranks, open_torch_dist
 from megatron_llama.checkpoint.foreign.source_settings import MODEL, check_model

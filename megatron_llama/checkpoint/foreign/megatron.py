@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from megatron_llama.arch.checkpoint_formats import COMMON, RANKS, TORCH_DIST, rank_folders
-from megatron_llama.arch.foreign_names import MEGATRON_TOP, Names, megatron_names
+from megatron_llama.arch.foreign_tensor_layouts import MEGATRON_TOP, Names, megatron_names
 from megatron_llama.arch.hf_tp_mapping import Shape
+from megatron_llama.arch.recognize_format import COMMON, RANKS, TORCH_DIST, rank_folders
 from megatron_llama.checkpoint.foreign.dcp_files import DcpFolder, open_dcp
 from megatron_llama.checkpoint.foreign.source_settings import read_arguments, read_group, read_run_config
 from megatron_llama.checkpoint.foreign.tensors import (

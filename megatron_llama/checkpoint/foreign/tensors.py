@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_llama.arch.foreign_names import HEADS, VOCAB_ENDS, Names, TensorPart, whole_run
+from megatron_llama.arch.foreign_tensor_layouts import HEADS, VOCAB_ENDS, Names, TensorPart, whole_run
 from megatron_llama.arch.hf_tp_mapping import EMBEDDING, Shape
 from megatron_llama.checkpoint.rank_files import STATES
 from megatron_llama.checkpoint.stored_tensors import (
@@ -132,7 +132,7 @@ class Foreign:
     """A checkpoint of another program."""
 
     format: str
-    """Format, by arch/checkpoint_formats.py."""
+    """Format, by arch/recognize_format.py."""
     tensors: ForeignTensors
     step: int | None = None
     """Completed steps; None: unknown."""

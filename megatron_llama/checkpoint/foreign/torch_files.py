@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from megatron_llama.arch.checkpoint_formats import DEEPSPEED, LITGPT, META, META_FILE, UNIVERSAL
-from megatron_llama.arch.foreign_names import litgpt_names, torchtitan_names
+from megatron_llama.arch.foreign_tensor_layouts import litgpt_names, torchtitan_names
 from megatron_llama.arch.hf_tp_mapping import Shape
+from megatron_llama.arch.recognize_format import DEEPSPEED, LITGPT, META, META_FILE, UNIVERSAL
 from megatron_llama.checkpoint.foreign.megatron import integer, joined, load_dict, parameter_groups
 from megatron_llama.checkpoint.foreign.source_settings import (
     TABLES,

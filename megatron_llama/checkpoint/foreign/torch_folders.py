@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron_llama.arch import checkpoint_formats as formats
-from megatron_llama.arch.foreign_names import Names, plain_names, torchtitan_names
+from megatron_llama.arch import recognize_format as formats
+from megatron_llama.arch.foreign_tensor_layouts import Names, plain_names, torchtitan_names
 from megatron_llama.checkpoint.foreign.dcp_files import DcpFolder, open_dcp
 from megatron_llama.checkpoint.foreign.megatron import integer, joined
 from megatron_llama.checkpoint.foreign.source_settings import read_config_json, read_group

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from megatron_llama.arch.foreign_names import VOCAB_ENDS
+from megatron_llama.arch.foreign_tensor_layouts import VOCAB_ENDS
 from megatron_llama.arch.hf_tp_mapping import EMBEDDING
 from megatron_llama.checkpoint.stored_tensors import CorruptFile
 from megatron_llama.devices import HOST

@@ -18,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from megatron_llama.arch.checkpoint_formats import COMMON, DCP
-from megatron_llama.arch.foreign_names import Names, TensorPart, megatron_names, torchtitan_names
+from megatron_llama.arch.foreign_tensor_layouts import Names, TensorPart, megatron_names, torchtitan_names
+from megatron_llama.arch.recognize_format import COMMON, DCP
 from megatron_llama.checkpoint.stored_tensors import EXPORT_DTYPES, Stored, cast_weights
 from megatron_llama.config import ModelConfig
 

@@ -10,8 +10,8 @@ from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_llama.arch.checkpoint_formats import LABELS, OURS, WEIGHTS_ONLY, is_foreign, recognize
 from megatron_llama.arch.parameters import head_dim, kv_heads
+from megatron_llama.arch.recognize_format import LABELS, OURS, WEIGHTS_ONLY, is_foreign, recognize
 from megatron_llama.config import hf_config, hub
 from megatron_llama.config.data_settings import (
     DISCRETE,

@@ -27,7 +27,7 @@ from megatron_llama.system.tables import gib, markdown_table, wrapped_table
 from megatron_llama.system.ulimits import usable_cores
 from megatron_llama.system.wrapping import WIDTH, fill, wrap, wrap_lines
 from megatron_llama.tools.common import show_line
-from megatron_llama.tools.prove_gpu.checks import TABLE, Part, PartResult, Result, Status, read_rows, run_parts
+from megatron_llama.tools.prove_gpu.run_checks import TABLE, Part, PartResult, Result, Status, read_rows, run_parts
 from megatron_llama.tools.prove_gpu.session import CheckFailed, Clock, Session
 
 MINUTES = 10.0

@@ -17,7 +17,7 @@ from typing import Any
 from megatron_llama.devices import HOST
 from megatron_llama.system.files import read_json, write_atomically
 from megatron_llama.tools.common import package_version
-from megatron_llama.tools.prove_gpu.checks import TABLE, Outcome, Row
+from megatron_llama.tools.prove_gpu.run_checks import TABLE, Outcome, Row
 from megatron_llama.tools.prove_gpu.session import CheckFailed, Clock, Session, TrainingRun
 from megatron_llama.tools.prove_gpu.training import QUIET, require_losses
 

@@ -18,7 +18,7 @@ from megatron_llama.system.files import read_json
 from megatron_llama.system.programs import CONF_DIR, IN_CHECKOUT, program_files
 from megatron_llama.system.tables import gib
 from megatron_llama.tools.common import MOCK_RUN
-from megatron_llama.tools.prove_gpu.checks import TABLE, Outcome, Row
+from megatron_llama.tools.prove_gpu.run_checks import TABLE, Outcome, Row
 from megatron_llama.tools.prove_gpu.session import (
     COLD_COMPILE_SECONDS,
     LOG,

@@ -16,8 +16,8 @@ from megatron_llama.devices import get_device
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json
 from megatron_llama.tools.prove_gpu import cli
-from megatron_llama.tools.prove_gpu.checks import Outcome, Part, PartResult, Result, Row, Status, run_parts
 from megatron_llama.tools.prove_gpu.environment import settings_of_environment
+from megatron_llama.tools.prove_gpu.run_checks import Outcome, Part, PartResult, Result, Row, Status, run_parts
 from megatron_llama.tools.prove_gpu.session import CheckFailed, Clock, NotRun, Process, Redactor, Session
 from tests.golden import GoldenFiles
 

@@ -18,7 +18,7 @@ from megatron_llama.devices import get_device
 from megatron_llama.plan import resolve
 from megatron_llama.system.files import read_json
 from megatron_llama.tools.prove_gpu import attention, cli, parity, training
-from megatron_llama.tools.prove_gpu.checks import TABLE, Part, Row, Status, read_rows, run_parts
+from megatron_llama.tools.prove_gpu.run_checks import TABLE, Part, Row, Status, read_rows, run_parts
 from megatron_llama.tools.prove_gpu.session import CheckFailed, Clock, NotRun, Process, Session, TrainingRun
 from tests import warm  # noqa: F401
 from tests.golden import GoldenFiles
