@@ -40,8 +40,8 @@ usage: python train.py [--dry-run] [--no-plan] [--help]
                        [group=choice ...] [section.setting=value ...]
 
 Train a Llama model with 3D parallelism. By default, one process per device of
-this host is started (on a CPU: tp x pp x dp processes). Under torchrun, srun
-or mpirun, the process becomes a rank or starts the ranks of its node.
+this host is started (on a CPU: tp x cp x pp x dp processes). Under torchrun,
+srun or mpirun, the process becomes a rank or starts the ranks of its node.
 
   --dry-run   print the plan and exit (same as dry_run=true);
               trainer.dp=N plans for other hosts

@@ -85,7 +85,7 @@ def main() -> int:
     from megatron_llama.checkpoint.export import export, export_merged
     from megatron_llama.checkpoint.folder import find_checkpoint, local_model
     from megatron_llama.checkpoint.lora_adapter import MergedTensors
-    from megatron_llama.checkpoint.stored_tensors import CorruptFile
+    from megatron_llama.checkpoint.tensor_source import CorruptFile
     from megatron_llama.config import ConfigError
     from megatron_llama.config.hub import check_upload, resolve_hub_name, upload_folder
     from megatron_llama.system.progress import ProgressBar

@@ -25,7 +25,7 @@ def main() -> int:
         parser.error("--run and --log need each other")
     # Imported here: --help needs no torch.
     from megatron_llama.checkpoint.foreign.describe import describe
-    from megatron_llama.checkpoint.stored_tensors import CorruptFile
+    from megatron_llama.checkpoint.tensor_source import CorruptFile
     from megatron_llama.config import ConfigError
     from megatron_llama.system.wrapping import escape_controls, wrap_lines
     from megatron_llama.tools.compare.logs import first_common_loss

@@ -20,7 +20,7 @@ def main() -> int:
     # Imported here: --help needs no torch.
     from megatron_llama.checkpoint.folder import find_checkpoint
     from megatron_llama.checkpoint.manifest import read_manifest
-    from megatron_llama.checkpoint.stored_tensors import CorruptFile
+    from megatron_llama.checkpoint.tensor_source import CorruptFile
     from megatron_llama.config import ConfigError
 
     try:

@@ -8,7 +8,7 @@ In an object store (checkpoint.dir), a rank's file is several objects, and the m
 
 The training loop calls checkpointer.py. Saving uses state.py (rectangles of a rank), saving.py (background thread),
 rank_files.py (file of a rank), manifest.py and folder.py (publication). Loading reads a ``Stored`` of
-stored_tensors.py: a checkpoint (rank_files.py), a Hugging Face folder (hf_folder.py), or a model with a LoRA adapter
+tensor_source.py: a checkpoint (rank_files.py), a Hugging Face folder (hf_folder.py), or a model with a LoRA adapter
 (lora_adapter.py). export.py writes a Hugging Face folder.
 """
 

@@ -33,7 +33,7 @@ from megatron_llama.checkpoint.lora_adapter import fingerprint, open_adapter
 from megatron_llama.checkpoint.manifest import Manifest, State, dtype_of, read_manifest
 from megatron_llama.checkpoint.memory_copies import MemoryCopies, MemoryCopy, UnusableCopy, forget_copies
 from megatron_llama.checkpoint.saving import Saver
-from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
+from megatron_llama.checkpoint.tensor_source import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.data_settings import NewTokens
 from megatron_llama.config.settings import ALLOWED, CheckpointConfig

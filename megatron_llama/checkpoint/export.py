@@ -27,7 +27,7 @@ from megatron_llama.checkpoint.lora_adapter import (
 )
 from megatron_llama.checkpoint.manifest import NAME, Manifest, dtype_of, read_manifest
 from megatron_llama.checkpoint.model_card import CARD, merged_card, model_card
-from megatron_llama.checkpoint.stored_tensors import (
+from megatron_llama.checkpoint.tensor_source import (
     EXPORT_DTYPES,
     AveragedTensors,
     CorruptFile,

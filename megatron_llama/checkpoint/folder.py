@@ -21,7 +21,7 @@ from pathlib import Path
 from megatron_llama.checkpoint import BEST, POINTER
 from megatron_llama.checkpoint.manifest import NAME, State, merge, read_manifest
 from megatron_llama.checkpoint.rank_files import part_name
-from megatron_llama.checkpoint.stored_tensors import CorruptFile, check_file_name, read_json
+from megatron_llama.checkpoint.tensor_source import CorruptFile, check_file_name, read_json
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.settings import KEPT_BY_TIME, CheckpointConfig
 from megatron_llama.config.stored_settings import checkpoint_folder, list_steps, step_of

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_llama.arch.hf_tp_mapping import EMBEDDING, hf_shapes
-from megatron_llama.checkpoint.stored_tensors import (
+from megatron_llama.checkpoint.tensor_source import (
     WEIGHT_DTYPES,
     CorruptFile,
     Rectangles,

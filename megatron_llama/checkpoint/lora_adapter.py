@@ -30,7 +30,7 @@ from megatron_llama.arch.lora_targets import layer_adapters
 from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, list_tensors, open_hf_folder, open_safetensors
 from megatron_llama.checkpoint.manifest import Manifest
 from megatron_llama.checkpoint.rank_files import CheckpointTensors
-from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles, Stored, StoredTensor
+from megatron_llama.checkpoint.tensor_source import CorruptFile, Rectangles, Stored, StoredTensor
 from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig, Problem
 from megatron_llama.config.data_settings import NewTokens
 from megatron_llama.config.hf_config import (

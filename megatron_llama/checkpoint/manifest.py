@@ -22,7 +22,7 @@ from megatron_llama.checkpoint.rank_files import (
     block_rows,
     part_name,
 )
-from megatron_llama.checkpoint.stored_tensors import (
+from megatron_llama.checkpoint.tensor_source import (
     DTYPES,
     CorruptFile,
     Stored,

@@ -37,7 +37,7 @@ from megatron_llama.checkpoint.rank_files import (
     part_key,
     part_name,
 )
-from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
+from megatron_llama.checkpoint.tensor_source import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.stored_settings import MEMORY_KEY
 from megatron_llama.devices.copy_stream import copy_stream, on_stream

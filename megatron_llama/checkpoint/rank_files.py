@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_llama.arch.hf_tp_mapping import Shape
-from megatron_llama.checkpoint.stored_tensors import (
+from megatron_llama.checkpoint.tensor_source import (
     DTYPE_NAMES,
     CorruptFile,
     Rectangles,

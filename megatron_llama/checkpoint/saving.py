@@ -25,7 +25,7 @@ from megatron_llama.checkpoint.folder import (
 )
 from megatron_llama.checkpoint.manifest import NAME, State
 from megatron_llama.checkpoint.rank_files import save_part
-from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
+from megatron_llama.checkpoint.tensor_source import CorruptFile, Rectangles
 from megatron_llama.config.settings import CheckpointConfig
 from megatron_llama.parallel.groups import raise_on_all_ranks
 from megatron_llama.system import phase

@@ -10,7 +10,7 @@ import torch
 from megatron_llama import devices
 from megatron_llama.arch.hf_tp_mapping import Shape
 from megatron_llama.checkpoint.rank_files import STATES
-from megatron_llama.checkpoint.stored_tensors import Rectangles, Stored
+from megatron_llama.checkpoint.tensor_source import Rectangles, Stored
 from megatron_llama.config.precision import STATE_BLOCK
 from megatron_llama.optim import Optimizer
 from megatron_llama.optim.eight_bit_states import BlockwiseState, levels_on

@@ -221,7 +221,7 @@ def _split_overrides(
 
 
 def from_yaml(text: str) -> Config:
-    """Return the config that ``stored.to_yaml`` wrote."""
+    """Return the config that ``stored_settings.to_yaml`` wrote."""
     problems: list[Problem] = []
     config = OmegaConf.structured(Config)
     for name, value in (yaml.safe_load(text) or {}).items():

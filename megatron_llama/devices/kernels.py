@@ -235,8 +235,8 @@ class Kernels(AttentionKernels, LossKernels, UpdateKernels):
     def fuse_rows(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
         """Return ``function``, of elementwise operations and sums, as few kernels. None as for ``fuse``.
 
-        Results have the rounding of ``function`` in 16-bit formats. The first dimension of tensors with several may
-        have any size; other sizes need another graph. No gradients are recorded.
+        Results are rounded as in ``function``. One graph serves any number of rows; other sizes of a row need another
+        graph. No gradients are recorded.
         """
         return None
 

@@ -9,8 +9,8 @@ A ``Llama`` is one chunk of the model: the layers of one (virtual) pipeline stag
 and the output head on the last. Modules have Hugging Face's names, with q, k, v and gate, up fused.
 
 Constructors take what a mode changes: ``BlockParts`` and ``Wrapper``s, which parallel/assembly.py chooses. Nothing
-replaces a method of a built module. ``@recomputable`` marks what trainer.recompute=selective computes again in the
-backward pass; otherwise it has no effect.
+replaces a method of a built module. ``@recomputable`` marks what elementwise and selective recomputation compute again
+in uncompiled blocks; otherwise it has no effect.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ def _global_norm(norms: list[torch.Tensor], device: torch.device) -> torch.Tenso
 def _exact_norm(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the global norm from squares that are added as integers, in any order.
 
-    A square is divided by the power of two above the largest one, and split into two numbers of 29 bits. So sums of up
-    to 2^33 squares are exact. Two collectives.
+    A value is divided by the power of two above the largest one, and its square split into two numbers of 29 bits. So
+    sums of up to 2^33 squares are exact. Two collectives.
     """
     largest = torch.zeros((), device=device)
     for part in parts:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from torch import nn
 
 from megatron_llama import devices
@@ -228,7 +227,7 @@ def build_optimizer(plan: Plan, model: ParallelModel) -> Optimizer:
         kernels=holder.kernels(bool(plan.config.trainer.compile)),
         asynchronous=not on_host and kind.asynchronous,
     )
-    # For adamw: build_adamw in optim/adam.py
+    # For adamw: build_adamw in optim/adam.py, by default a fused kernel that skips on the device.
     module, _, factory = inputs.row.factory.rpartition(".")
     inner: ShardOptimizer = getattr(import_module(module), factory)(inputs)
     qk_clip = None if optim.qk_clip is None else QKClip(inner, model, inputs)
@@ -248,14 +247,13 @@ def to_host(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch
 
 
 def build_schedule(plan: Plan, inner: torch.optim.Optimizer) -> Any:
-    """Instantiate ``optim.schedule``, whose ``${...}`` refer to the settings, including derived ones.
+    """Instantiate ``optim.schedule``.
 
     Raises:
         ConfigError: the schedule's constructor fails.
     """
-    settings = OmegaConf.create(asdict(plan.config))
     try:
-        return instantiate(settings.optim.schedule, optimizer=inner)
+        return instantiate(plan.config.optim.schedule, optimizer=inner)
     except Exception as error:  # a user's scheduler may raise anything
         cause = error.__cause__ or error
         target = plan.config.optim.schedule.get("_target_")

@@ -9,8 +9,8 @@
 zero=0 is a shard group of one rank, replicated over all: ``fully_shard`` over one rank still casts, reduces and
 overlaps, so all stages share one code path. ``shard_group`` sets sizes in between (hybrid sharding).
 
-With one data-parallel rank nothing is sharded (``Storage.kind``). The rank keeps plain parameters, or casts them itself
-(``ComputeCopies``), except under ZeRO 3.
+With dp * cp = 1 nothing is sharded (``Storage.kind``). The rank keeps plain parameters, or casts them itself
+(``ComputeCopies``); under ZeRO 3 ``fully_shard`` casts them.
 
 DeepSpeed's ZeRO 3 settings correspond to units. Live parameters: a unit and the next one. Prefetch: the next unit,
 forward and backward (``shard_chunk``). Reduce bucket: a unit. A parameter persistence threshold is not needed, because
@@ -59,7 +59,7 @@ class DataGroups(NamedTuple):
 
 
 def data_groups(topology: Topology, device_type: str, plan: Plan, groups: Groups) -> DataGroups:
-    """Create this rank's data-parallel groups and label them in ``groups``. A collective over all ranks."""
+    """Create this rank's data-parallel groups, with labels in ``groups`` for reports. A collective over all ranks."""
     trainer, size = plan.config.trainer, topology.shard_size
     replicas = topology.grid.product(*topology.grid.same_weights) // size
 
@@ -67,7 +67,7 @@ def data_groups(topology: Topology, device_type: str, plan: Plan, groups: Groups
         """Create a mesh of all ranks. ``parts``, the slowest first, replace dp and cp, which are adjacent in AXES."""
         shape: dict[str, int] = {}
         for axis in reversed(AXES):
-            # dp is replaced by the parts; cp, the next axis, is already part of them.
+            # Runs for dp and for cp; the second time changes nothing.
             shape |= parts if axis.same_weights else {axis.name: topology.sizes[axis.name]}
         mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
         for part in parts:

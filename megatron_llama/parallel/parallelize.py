@@ -115,7 +115,10 @@ class ParallelModel:
             return run_answer_logps(self.chunks, self.plan, microbatches)
 
     def _with_divergence(self, microbatches: Sequence[MicroBatch], total: torch.Tensor) -> list[MicroBatch]:
-        """Return the micro batches with ``Pairs.kl``, estimated from ``total`` mismatched answers. A collective."""
+        """Return the micro batches with ``Pairs.kl``, estimated from ``total`` mismatched answers. A collective.
+
+        KTO's examples have one mismatched answer each, so ``total`` is also their number.
+        """
         batches = [batch.mismatched for batch in microbatches if batch.mismatched is not None]
         change = torch.zeros((), dtype=torch.int64, device=self.device)
         for batch, logps in zip(batches, self.answer_logps(batches), strict=False):

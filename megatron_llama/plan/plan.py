@@ -21,9 +21,9 @@ class Storage:
     """Parameters and gradients of one rank; model, optimizer and memory read it."""
 
     kind: str
-    """``plain``: layers compute with the parameters (dp=1 and one dtype throughout). ``copies``: dp=1 with copies of
-    all weights in the compute dtype (parallel/dp1_weight_casts.py). ``shards``: ``fully_shard`` gathers and casts; also
-    for dp=1 with ZeRO 3, which casts block by block and needs less memory."""
+    """``plain``: layers compute with the parameters (dp * cp = 1 and one dtype throughout). ``copies``: dp * cp = 1
+    with copies of all weights in the compute dtype (parallel/dp1_weight_casts.py). ``shards``: ``fully_shard`` gathers
+    and casts; also for one rank with ZeRO 3, which casts block by block and needs less memory."""
     one_micro_batch: bool
     """Each step has one forward and one backward pass."""
     keeps_bf16_grads: bool

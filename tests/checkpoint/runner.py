@@ -18,7 +18,7 @@ from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.foreign.detect import open_foreign
 from megatron_llama.checkpoint.manifest import read_manifest
-from megatron_llama.checkpoint.stored_tensors import CorruptFile
+from megatron_llama.checkpoint.tensor_source import CorruptFile
 from megatron_llama.cli import main
 from megatron_llama.config import ConfigError, ModelConfig, load_config
 from megatron_llama.optim import build_optimizer

@@ -28,7 +28,7 @@ from megatron_llama.checkpoint.foreign.describe import describe
 from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, list_tensors, open_hf_folder
 from megatron_llama.checkpoint.manifest import NAME, State, _checksum, merge, read_manifest
 from megatron_llama.checkpoint.rank_files import STATES, save_part
-from megatron_llama.checkpoint.stored_tensors import CorruptFile, Rectangles
+from megatron_llama.checkpoint.tensor_source import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, ModelConfig
 from tests.checkpoint.runner import Bomb, Run, assert_same, run
 from tests.messages import raises_with_message

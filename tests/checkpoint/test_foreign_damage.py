@@ -25,7 +25,7 @@ from megatron_llama.checkpoint.foreign import unpickle
 from megatron_llama.checkpoint.foreign.describe import describe
 from megatron_llama.checkpoint.foreign.detect import open_foreign
 from megatron_llama.checkpoint.foreign.unpickle import load_metadata, load_pickle
-from megatron_llama.checkpoint.stored_tensors import CorruptFile, check_cover
+from megatron_llama.checkpoint.tensor_source import CorruptFile, check_cover
 from megatron_llama.config import ConfigError, ModelConfig
 from scripts import inspect_checkpoint
 from tests.checkpoint.runner import make_plan, rejection

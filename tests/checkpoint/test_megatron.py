@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron_llama.checkpoint.foreign import megatron
 from megatron_llama.checkpoint.foreign.describe import describe
 from megatron_llama.checkpoint.foreign.detect import open_foreign
-from megatron_llama.checkpoint.stored_tensors import CorruptFile
+from megatron_llama.checkpoint.tensor_source import CorruptFile
 from megatron_llama.config import ConfigError
 from megatron_llama.plan import Plan
 from tests.checkpoint.megatron_source import SETTINGS, Source, Trained, train_source

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_llama.checkpoint import memory_copies
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.checkpoint.stored_tensors import CorruptFile
+from megatron_llama.checkpoint.tensor_source import CorruptFile
 from megatron_llama.devices.cpu.device import Cpu
 from tests.checkpoint.runner import Job, Run, assert_same, losses, run, with_each_step
 from tests.messages import raises_with_message

@@ -18,7 +18,7 @@ import yaml
 
 from megatron_llama.checkpoint.foreign.describe import describe
 from megatron_llama.checkpoint.foreign.detect import open_foreign
-from megatron_llama.checkpoint.stored_tensors import CorruptFile
+from megatron_llama.checkpoint.tensor_source import CorruptFile
 from megatron_llama.config import ConfigError
 from tests.checkpoint.runner import make_plan, rejection, run
 from tests.checkpoint.source_settings import BATCH, BETAS, DECAY, EPS, LR

@@ -19,9 +19,9 @@ from torch._inductor import config as inductor
 from megatron_llama.config import ConfigError
 from megatron_llama.devices import NAMES, device_named, get_device, ignored_devices
 from megatron_llama.devices.cpu import device as cpu
+from megatron_llama.devices.cuda import compiler
 from megatron_llama.devices.cuda import device as cuda
-from megatron_llama.devices.cuda import host
-from megatron_llama.devices.cuda.host import find_product
+from megatron_llama.devices.cuda.data_sheets import find_product
 from megatron_llama.plan import resolve
 from megatron_llama.plan.defaults_and_notes import choose_defaults
 from megatron_llama.plan.rules import RULES
@@ -147,10 +147,10 @@ def test_local_ranks_share_cores(requested: str | None, expected: list[int], mon
 
 def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     installed: set[str] = set()
-    for module in (host, cpu):
+    for module in (compiler, cpu):
         monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}" if name in installed else None)
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(host.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(compiler.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     assert "needs a C compiler, and gcc is not installed" in (cuda.DEVICE.compiler_missing() or "")
     installed.add("clang")
     assert f"{tmp_path / 'Python.h'} is missing" in (cuda.DEVICE.compiler_missing() or "")

@@ -23,7 +23,7 @@ from megatron_llama.arch.hf_tp_mapping import hf_shapes
 from megatron_llama.checkpoint.manifest import NAME, State, merge
 from megatron_llama.checkpoint.manifest import _checksum as checksum_of
 from megatron_llama.checkpoint.rank_files import save_part
-from megatron_llama.checkpoint.stored_tensors import Rectangles
+from megatron_llama.checkpoint.tensor_source import Rectangles
 from megatron_llama.config import ModelConfig
 from megatron_llama.config.hf_config import hf_config
 from megatron_llama.config.hub import INDEX, SINGLE

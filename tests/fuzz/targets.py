@@ -22,7 +22,7 @@ from megatron_llama.checkpoint.foreign.describe import describe
 from megatron_llama.checkpoint.foreign.detect import open_foreign
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
 from megatron_llama.checkpoint.manifest import read_manifest
-from megatron_llama.checkpoint.stored_tensors import CorruptFile
+from megatron_llama.checkpoint.tensor_source import CorruptFile
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.config.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from megatron_llama.config.hub import INDEX

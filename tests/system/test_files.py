@@ -18,7 +18,7 @@ from data_prep.lib.tokenizer_backends import load_encoder
 from megatron_llama.checkpoint.folder import read_pointer
 from megatron_llama.checkpoint.hf_folder import list_tensors
 from megatron_llama.checkpoint.manifest import NAME, read_manifest
-from megatron_llama.checkpoint.stored_tensors import CorruptFile
+from megatron_llama.checkpoint.tensor_source import CorruptFile
 from megatron_llama.config.hf_config import read_hf_config
 from megatron_llama.corpus.indexed_format import IndexedDataset, read_index
 from megatron_llama.devices import private_folder

@@ -19,7 +19,7 @@ from megatron_llama.arch.hf_tp_mapping import Shape
 from megatron_llama.arch.recognize_format import METADATA
 from megatron_llama.checkpoint.foreign.tensors import SourceChunk, SourceTensor
 from megatron_llama.checkpoint.foreign.unpickle import check_stored, load_metadata, load_pickle
-from megatron_llama.checkpoint.stored_tensors import CorruptFile, check_cover, check_file_name
+from megatron_llama.checkpoint.tensor_source import CorruptFile, check_cover, check_file_name
 from megatron_llama.system.files import open_regular
 
 

@@ -20,7 +20,7 @@ from megatron_llama.checkpoint.foreign.unpickle import load_pickle
 from megatron_llama.checkpoint.hf_folder import all_tensors
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.checkpoint.rank_files import STATES
-from megatron_llama.checkpoint.stored_tensors import CorruptFile, StoredTensor
+from megatron_llama.checkpoint.tensor_source import CorruptFile, StoredTensor
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.hf_config import read_hf_config
 from megatron_llama.config.problems import format_value

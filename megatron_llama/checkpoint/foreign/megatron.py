@@ -31,7 +31,7 @@ from megatron_llama.checkpoint.foreign.tensors import (
     moment_names,
 )
 from megatron_llama.checkpoint.foreign.unpickle import check_stored, load_pickle
-from megatron_llama.checkpoint.stored_tensors import CorruptFile
+from megatron_llama.checkpoint.tensor_source import CorruptFile
 from megatron_llama.config import ConfigError, ModelConfig, Problem
 
 MASTERS = ("fp32_param", "param")

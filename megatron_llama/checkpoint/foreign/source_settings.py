@@ -18,7 +18,7 @@ import yaml
 
 from megatron_llama.arch.parameters import head_dim, kv_heads
 from megatron_llama.checkpoint.foreign.tensors import Foreign
-from megatron_llama.checkpoint.stored_tensors import CorruptFile
+from megatron_llama.checkpoint.tensor_source import CorruptFile
 from megatron_llama.config import ConfigError, ModelConfig, Problem
 from megatron_llama.config.hf_config import CONFIG, read_hf_config, shape_from_hf, unsupported_architecture
 from megatron_llama.config.problems import format_value, shorten, show_value

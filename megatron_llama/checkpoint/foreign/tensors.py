@@ -14,7 +14,7 @@ import torch
 from megatron_llama.arch.foreign_tensor_layouts import HEADS, VOCAB_ENDS, Names, TensorPart, whole_run
 from megatron_llama.arch.hf_tp_mapping import EMBEDDING, Shape
 from megatron_llama.checkpoint.rank_files import STATES
-from megatron_llama.checkpoint.stored_tensors import (
+from megatron_llama.checkpoint.tensor_source import (
     WEIGHT_DTYPES,
     CorruptFile,
     Rectangles,

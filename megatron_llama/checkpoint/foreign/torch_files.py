@@ -36,7 +36,7 @@ from megatron_llama.checkpoint.foreign.tensors import (
 )
 from megatron_llama.checkpoint.foreign.torch_folders import names_in
 from megatron_llama.checkpoint.foreign.unpickle import check_stored, load_pickle
-from megatron_llama.checkpoint.stored_tensors import CorruptFile, read_json
+from megatron_llama.checkpoint.tensor_source import CorruptFile, read_json
 from megatron_llama.config import ModelConfig
 from megatron_llama.config.rope import is_number
 

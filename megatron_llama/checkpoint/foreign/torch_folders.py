@@ -24,7 +24,7 @@ from megatron_llama.checkpoint.foreign.tensors import (
 )
 from megatron_llama.checkpoint.foreign.unpickle import check_stored, load_pickle
 from megatron_llama.checkpoint.hf_folder import SafetensorsFiles, open_hf_folder
-from megatron_llama.checkpoint.stored_tensors import CorruptFile, read_json
+from megatron_llama.checkpoint.tensor_source import CorruptFile, read_json
 from megatron_llama.config import ConfigError, ModelConfig, Problem
 from megatron_llama.config.hf_config import MODEL_TYPES
 

@@ -22,7 +22,7 @@ import torch
 
 from megatron_llama.arch.foreign_tensor_layouts import VOCAB_ENDS
 from megatron_llama.arch.hf_tp_mapping import EMBEDDING
-from megatron_llama.checkpoint.stored_tensors import CorruptFile
+from megatron_llama.checkpoint.tensor_source import CorruptFile
 from megatron_llama.devices import HOST
 from megatron_llama.system.files import open_regular
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from megatron_llama.arch.foreign_tensor_layouts import Names, TensorPart, megatron_names, torchtitan_names
 from megatron_llama.arch.recognize_format import COMMON, DCP
-from megatron_llama.checkpoint.stored_tensors import EXPORT_DTYPES, Stored, cast_weights
+from megatron_llama.checkpoint.tensor_source import EXPORT_DTYPES, Stored, cast_weights
 from megatron_llama.config import ModelConfig
 
 _BACKENDS = {

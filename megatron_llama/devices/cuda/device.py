@@ -18,7 +18,8 @@ from megatron_llama.arch.attention_pattern import Pattern, fits_varlen
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices.base import INDUCTOR, Device, FaultCounts, LazyModule, Peak, async_tp_problem, device_index
 from megatron_llama.devices.cuda import fault_counters, flash_attention_3, flight_recorder
-from megatron_llama.devices.cuda.host import compiler_missing, find_product
+from megatron_llama.devices.cuda.compiler import compiler_missing
+from megatron_llama.devices.cuda.data_sheets import find_product
 
 if TYPE_CHECKING:
     import torch

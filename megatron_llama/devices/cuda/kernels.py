@@ -13,7 +13,7 @@ from megatron_llama.arch.attention_pattern import fits_varlen
 from megatron_llama.devices import torch_attention
 from megatron_llama.devices.attention_inputs import AttentionInputs
 from megatron_llama.devices.cuda import attention, transformer_engine
-from megatron_llama.devices.cuda.host import compiler_missing
+from megatron_llama.devices.cuda.compiler import compiler_missing
 from megatron_llama.devices.kernels import Float8Operand, Kernels
 
 torch_attention.KERNELS["varlen"] = torch_attention.DocumentKernel(attention.forward, attention.backward)

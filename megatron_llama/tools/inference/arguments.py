@@ -131,7 +131,7 @@ def run_task(
 
     ``make_task`` adds to ``problems``. The status is 2 after problems, 1 for a corrupt file.
     """
-    from megatron_llama.checkpoint.stored_tensors import CorruptFile
+    from megatron_llama.checkpoint.tensor_source import CorruptFile
     from megatron_llama.launch.start import start_ranks
 
     try:
@@ -150,7 +150,7 @@ def run_task(
 
 
 def _run_rank(opened: OpenedModel, task: Task, plan: Plan) -> None:
-    from megatron_llama.checkpoint.stored_tensors import CorruptFile
+    from megatron_llama.checkpoint.tensor_source import CorruptFile
     from megatron_llama.tools.inference.generator import open_generator
 
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # for terminals without UTF-8

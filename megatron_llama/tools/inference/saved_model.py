@@ -22,7 +22,7 @@ from megatron_llama.checkpoint.lora_adapter import (
     trained_tensors,
 )
 from megatron_llama.checkpoint.manifest import read_manifest
-from megatron_llama.checkpoint.stored_tensors import CorruptFile, Stored, read_json
+from megatron_llama.checkpoint.tensor_source import CorruptFile, Stored, read_json
 from megatron_llama.config import Config, ConfigError, FinetuneConfig, ModelConfig, Problem
 from megatron_llama.config.data_settings import NewTokens, read_token_ids
 from megatron_llama.config.hf_config import (

@@ -73,8 +73,8 @@ def _run(_: object, argv: Sequence[str]) -> int:
 
 def profile_rank(plan: Plan) -> None:
     """Train on each rank; rank 0 prints the profile."""
-    from megatron_llama.tools.profile.files import TEXT_FILE
     from megatron_llama.tools.profile.profiler import FOLDER as PROFILE
+    from megatron_llama.tools.profile.report import TEXT_FILE
     from megatron_llama.train.run_rank import run_rank
 
     run_rank(plan)

@@ -23,8 +23,8 @@ from megatron_llama.plan import Plan
 from megatron_llama.system import phase
 from megatron_llama.tools.figures import MemoryTimeline
 from megatron_llama.tools.forecast.rank_work import rank_work
-from megatron_llama.tools.profile.files import write_profile
 from megatron_llama.tools.profile.modules import ModuleClock, RankProfile
+from megatron_llama.tools.profile.report import write_profile
 from megatron_llama.tools.profile.trace import NORM, OPTIMIZER, Clock, Zone, finish_trace, step_name
 from megatron_llama.topology import Topology
 from megatron_llama.train.waits import AXES, DATA, WAIT_METRICS, trace_waits

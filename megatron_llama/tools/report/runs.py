@@ -149,7 +149,7 @@ def _read_shares(run: Run) -> Shares | None:
         # Imported here: the manifest needs torch.
         from megatron_llama.checkpoint.folder import folder_name
         from megatron_llama.checkpoint.manifest import read_manifest
-        from megatron_llama.checkpoint.stored_tensors import CorruptFile
+        from megatron_llama.checkpoint.tensor_source import CorruptFile
 
         try:
             state = read_manifest(checkpoint_folder(run.folder) / folder_name(step)).state

@@ -1,12 +1,8 @@
-"""Peak rates of NVIDIA's GPUs, from data sheets, and Triton's requirements on a host."""
+"""Peak rates of NVIDIA's GPUs, from data sheets."""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import sysconfig
-from pathlib import Path
 from typing import NamedTuple
 
 
@@ -48,15 +44,3 @@ PRODUCTS = (
 def find_product(device_name: str) -> Product | None:
     """Return the GPU of a device name such as "NVIDIA H100 80GB HBM3", None for an unknown one."""
     return next((product for product in PRODUCTS if re.search(rf"\b{product.name}\b", device_name)), None)
-
-
-def compiler_missing() -> str | None:
-    """Return None if Triton can compile its launchers, modules of Python, with a C compiler; else the reason."""
-    compiler = os.environ.get("CC")
-    if not any(map(shutil.which, [compiler] if compiler else ["gcc", "clang"])):
-        name = f"{compiler} (CC)" if compiler else "gcc"
-        return f"torch.compile on a GPU needs a C compiler, and {name} is not installed"
-    header = Path(sysconfig.get_paths()["include"], "Python.h")
-    if not header.is_file():
-        return f"torch.compile on a GPU needs Python's header files, and {header} is missing (package python3-dev)"
-    return None
