@@ -197,10 +197,10 @@ def test_another_layout_resumes_from_the_disk(
     world: int, settings: list[str], message: str, nodes: Nodes, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
     nodes(4)
+    saves = (EVERY, "checkpoint.every_steps=3", "checkpoint.asynchronous=false")
     with raises_with_message(RankFailed, "the ranks fail"):
-        saves = "checkpoint.every_steps=3"
-        run(4, tmp_path / "run", "trainer.tp=2", "trainer.dp=2", EVERY, saves, until=6, tamper=fail)
-    assert run(world, tmp_path / "run", *settings, EVERY, until=3).started_at == 3
+        run(4, tmp_path / "run", "trainer.tp=2", "trainer.dp=2", *saves, until=6, tamper=fail)
+    assert run(world, tmp_path / "run", *settings, *saves, until=3).started_at == 3
     assert " ".join(capfd.readouterr().err.split()).count(message) == 1
 
 
