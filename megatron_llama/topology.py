@@ -41,7 +41,7 @@ CP = Axis("cp", cuts="tokens", same_weights=True, same_tokens=False, mcore="cont
 DP = Axis("dp", cuts="samples", same_weights=True, same_tokens=False, mcore="data_parallel", is_derived=True)
 PP = Axis("pp", cuts="layers", same_weights=False, same_tokens=True, mcore="pipeline_model_parallel")
 AXES = (TP, CP, DP, PP)
-"""Axes, fastest first. Axes with the same weights are adjacent, so that a shard group has equal distances."""
+"""Axes, fastest first. Axes with the same weights are adjacent: the ranks of a shard group are equally spaced."""
 AXIS_NAMES = tuple(axis.name for axis in sorted(AXES, key=lambda axis: axis.same_weights))
 """Names in the order of tables: axes that divide the model, then axes that divide the data."""
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SLOW_SECONDS = 900
 BUCKETS = itertools.count()
 """Numbers of the buckets of tests."""
-# Folders with long files, because their tests start ranks or commands. `make test` gives whole files to three workers
+# Folders with long files, because their tests start ranks or commands. `make test` gives files to three workers
 # in this order, so that no worker begins a long file when the others are idle.
 LONG_FOLDERS = (
     "checkpoint",
@@ -149,7 +149,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the options of ``make test`` and ``.ci/run``."""
-    text = "run whole files of tests in N processes, which are forked after the collection"
+    text = "run files of tests in N processes, which are forked after the collection"
     parser.addoption("--workers", type=int, default=0, metavar="N", help=text)
     text = "stop a run of --workers after SECONDS and name the tests that were running"
     parser.addoption("--limit", type=float, default=float("inf"), metavar="SECONDS", help=text)

@@ -89,7 +89,7 @@ class Register:
 
     @classmethod
     def read(cls, checkpoints: Location) -> Register:
-        """Read a run's register; return a new one if it is missing, damaged or of another run, whose copy this is."""
+        """Read a run's register; return a new one if it is missing or damaged, or if the run folder is a copy."""
         ours = os.path.realpath(checkpoints) if isinstance(checkpoints, Path) else checkpoints.url
         with suppress(OSError, ValueError, TypeError, LookupError):
             values = read_json(checkpoints / MEMORY_KEY)

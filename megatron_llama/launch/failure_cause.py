@@ -1,4 +1,4 @@
-"""Cause of a rank's end: an error, a signal, or only the loss of another rank, a consequence of that rank's error."""
+"""Why a rank ended: its own error, or only the loss of another rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parallelism: communication of dp, cp and pp (megatron-core has that of tp), and the steps that build a model."""
+"""Parallelism: dp, cp and pp (megatron-core's layers communicate for tp), and the steps that build a model."""
 
 from megatron_llama.parallel.groups import open_device, process_groups
 from megatron_llama.parallel.parallelize import ParallelModel, build_model
