@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import resource
 import runpy
 import signal
 import subprocess
@@ -302,13 +301,3 @@ def _with_output(function: Callable[[], None], stdout: Path, stderr: Path) -> No
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
     function()
-
-
-@contextmanager
-def children_cpu_seconds(limit: float) -> Iterator[None]:
-    """Fail if the child processes of this block use more than ``limit`` seconds of CPU time."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    yield
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert seconds < limit, f"{seconds:.1f} s of a processor"

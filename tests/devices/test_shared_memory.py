@@ -181,14 +181,12 @@ def _slow_reader(rank: int) -> None:
 
 def _dies(rank: int) -> None:
     dist.all_reduce(torch.ones(1))
-    begun = time.monotonic()
     if rank == 1:
         os._exit(9)
     try:
         dist.all_reduce(torch.ones(1))
     except RuntimeError as error:
         assert PEER_LOST.search(str(error)), error
-        assert time.monotonic() - begun < 50
         raise
 
 

