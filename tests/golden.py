@@ -18,6 +18,18 @@ class GoldenFiles:
 
     write = False
 
+    @staticmethod
+    def commands(name: str) -> list[str]:
+        """Return the inputs of a page: its lines after ``$``. To add one, write its line, and then the file."""
+        lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()
+        return [line[2:] for line in lines if line == "$" or line.startswith("$ ")]
+
+    @staticmethod
+    def names(pattern: str, first_line: str) -> list[str]:
+        """Return the golden files whose path matches the pattern, and whose first line the regular expression."""
+        pages = sorted(path for path in FOLDER.glob(pattern) if re.match(first_line, path.read_text(encoding="utf-8")))
+        return [path.relative_to(FOLDER).as_posix() for path in pages]
+
     @classmethod
     def check(cls, name: str, text: str, hidden: Mapping[str, str] | None = None) -> None:
         """Compare a page with ``tests/golden/NAME``, or write the file under ``--write-golden``.

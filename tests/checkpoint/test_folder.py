@@ -186,15 +186,11 @@ def test_the_plan_names_the_policy_and_the_default_spares_other_checkpoints(tmp_
     run(1, tmp_path, "trainer.steps=9", until=9, tamper=ten_minutes_per_reading)
     assert saved_steps(tmp_path / "checkpoints") == [9, 7, 3, 2, 1]
     page = ""
-    for words in POLICIES:
+    for words in GoldenFiles.commands("checkpoint/policies.txt"):
         shown = format_plan(make_plan(1, tmp_path, *words.split())).splitlines()
         first = next(number for number, line in enumerate(shown) if "  checkpoints  " in line)
         page += "\n".join([f"$ {words}", *shown[first : first + 2], ""])
     GoldenFiles.check("checkpoint/policies.txt", page, {r"run folder +.*": "run folder"})
-
-
-POLICIES = ("", "checkpoint.every_minutes=1", "checkpoint.every_steps=5 checkpoint.keep=1")
-POLICIES += ("checkpoint.every_minutes=0", "checkpoint=none")
 
 
 def test_which_checkpoint_a_run_resumes_from(tmp_path: Path) -> None:

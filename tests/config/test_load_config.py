@@ -143,33 +143,11 @@ def test_overrides_are_composed(overrides: str, expected: dict[str, Any]) -> Non
         assert config.optim.schedule["power"] == 3
 
 
-MISTAKES = (
-    "trainer.tpp=8 tp=8 trainer.lr=1e-3 trainer.tensor_model_parallel_size=8 model.num_hidden_layer=8",
-    "model.rope_scaling.fac=8 +new.key=1 dryrun=true trainer.xyzzy=1 model=llama7 model=gpt2 data=stdlib",
-    "device=tpu device=gpu device=GPU device=nvidia device=cuda:0 device=h100 device=gaudi2 device=hpu:1",
-    "device=trainium device=trn1 device=cdua finetune=qlora optim=adamw model=llama3 model=Qwen3-8B",
-    "model=qwen2_5_7b model=qwen2 trainer=fdsp ~model model=null trainer.tp=abc trainer.tp=2.5",
-    "trainer.tp=null trainer.tp=true trainer.steps=1e3 trainer.sp=maybe optim.lr=fast optim.betas=0.9",
-    "optim.betas=[a,b] data.prefixes=one trainer.pipeline_layers=[1,x] finetune.rank_pattern={q_proj:1.5}",
-    "run=here run=null",
-    "model.rope_scaling=3 ~trainer.tp ~optim.schedule.nothing ~trainer.dp optim.schedule.min_lr=${nope}",
-    "optim.schedule.warmup_steps=${trainer.nope} trainer.seed=1e400 trainer.compile=7 trainer.TP=2",
-    "trainer.context_parallel_size=2 trainer.bf16=true trainer.tensor_parallel=4 trainer.tp==2",
-    "trainer.tp=2,4 trainer.tp=range(1,4) model=llama7b,llama13b data.prefixes=a,b data.split=9,1,0",
-    "trainer.tp --tp run.dir=/a=b trainer.tp=[1 =3 hydra.run.dir=x",
-)
-
-
 def test_one_mistake_is_one_problem() -> None:
     page = []
-    for override in [
-        *" ".join(MISTAKES).split(),
-        "trainer.tp={a: 1}",
-        "checkpoint={keep: 3, evry_steps: 10}",
-        "trainer.pp=${trainer.nothing}",
-    ]:
+    for override in GoldenFiles.commands("config/mistakes.txt"):
         (problem,) = refused(override)
-        page += [override, *format_problems([problem]).splitlines()[2:], ""]
+        page += [f"$ {override}", *format_problems([problem]).splitlines()[2:], ""]
     GoldenFiles.check("config/mistakes.txt", "\n".join(page))
 
 

@@ -36,59 +36,6 @@ DEFAULTS = {
     "inspect.py": "",
 }
 """Arguments before the arguments of a row, which replace equal options."""
-MISTAKES = [
-    "preprocess.py --workers 0",
-    "preprocess.py --json-keys text text",
-    "preprocess.py --json-keys a/b",
-    "preprocess.py --tokenizer-library nltk",
-    "preprocess.py --tokenizer-type BertWordPieceLowerCase",
-    "preprocess.py --block-mib 0",
-    "preprocess.py --split-sentences --ftfy --workers 0 --block-mib 0 --part 3/2 --json-keys a/b a/b",
-    "preprocess.py --part 0/3",
-    "preprocess.py --part 4/3",
-    "preprocess.py --part 3",
-    "preprocess.py --part 1/",
-    "preprocess.py --part a/b",
-    "preprocess.py --output-prefix a.jsonl/x",
-    "preprocess.py --output-prefix /proc/nowhere/x",
-    "preprocess.py --output-prefix out/",
-    "preprocess.py --input none.jsonl",
-    "preprocess.py --input none*.jsonl",
-    "preprocess.py --input none.jsonl a.jsonl a.jsonl gone.txt",
-    "preprocess.py --input empty",
-    "preprocess.py --input noise.jsonl.gz",
-    "preprocess.py --input blank.jsonl",
-    "preprocess.py --input array.json",
-    "preprocess.py --input few.tsv",
-    "preprocess.py --input /dev/null",
-    "sft.py --seq-length 0 --workers 0 --split 1",
-    "sft.py",
-    "sft.py --input few.tsv --chat-template plain",
-    "sft.py --input few.tsv --chat-template plain --template qnli --split 99,1",
-    "train_tokenizer.py --vocab-size 200",
-    "train_tokenizer.py --vocab-size 9000",
-    "train_tokenizer.py --vocab-size 9000 --input deep.jsonl",
-    "train_tokenizer.py --vocab-size 300 --sample-mib 0",
-    "train_tokenizer.py --vocab-size 300 --input cut.jsonl.gz",
-    "analyze.py --metric nothing.there",
-    "analyze.py --metric rarity",
-    "analyze.py --metric math.pi",
-    "analyze.py --metric length --name a/b",
-    "analyze.py --metric length --seq-length 99999",
-    "analyze.py --metric length --part 3/2",
-    "split_by_length.py data/a --at 40 20",
-    "split_by_length.py data/a --at 0",
-    "split_by_length.py data/a --at 20 20",
-    "split_by_length.py missing --at 20",
-    "split_by_length.py data/set --at 20",
-    "python_stdlib.py --max-mib 0",
-    "inspect.py none",
-    "inspect.py data/a --document 60",
-    "redpajama.py prepare --input empty --tokenizer-model tok.model",
-    "redpajama.py download --url-list ftp.txt --output out",
-    "redpajama.py download --url-list up.txt --output out",
-    "redpajama.py download --url-list none.txt --output out",
-]
 
 HIDDEN = {
     r"folder\s+\S+/a.jsonl:\s+Not\s+a\s+directory": "folder TMP/a.jsonl: Not a directory",
@@ -127,7 +74,7 @@ def files_below(folder: Path) -> list[Path]:
 @pytest.mark.usefixtures("files")
 def test_mistakes_are_reported_and_nothing_is_written(tmp_path: Path) -> None:
     before, page = files_below(tmp_path), ""
-    for line in MISTAKES:
+    for line in GoldenFiles.commands("data_prep/mistakes.txt"):
         program, *words = shlex.split(line)
         options = "|".join(word for word in words if word.startswith("--")) or "none"
         defaults = re.sub(rf"({options}) \S+", "", DEFAULTS[program])
@@ -176,27 +123,6 @@ def test_help_from_any_folder(tmp_path: Path, script: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-TEXT = "--input 'my text' --tokenizer-model 'my sets/a,b/tokenizer.model' --append-eod --output-prefix"
-TEXT += " 'my sets/a,b/a,b'"
-KEYS = "--json-keys title body --tokenizer-model hf"
-CHAT = "sft.py --input chat.jsonl --chat-template plain --tokenizer-model"
-PART = "preprocess.py --input a.jsonl --tokenizer-model tok.model --output-prefix parts --part"
-RED = "redpajama.py prepare --input rp --tokenizer-model tok.model --output out --conf"
-LINES = [
-    "train_tokenizer.py --input 'my text' --vocab-size 320 --model-prefix 'my sets/a,b/tokenizer'",
-    *[f"preprocess.py {TEXT} --workers 1"] * 2,  # the second time the dataset is complete
-    f"preprocess.py --input keys.jsonl {KEYS} --output-prefix x --workers 1",
-    f"preprocess.py --input empty.jsonl {KEYS} --output-prefix y --workers 1 --allow-empty",  # nothing to train on
-    *(f"{PART} {part}/2 --workers 1" for part in (1, 2)),
-    # The run begins with the model of the tokenizer, if the tokenizer is in the folder of one.
-    f"{CHAT} 'my model' --seq-length 64 --output-prefix sets/chat --workers 1",
-    f"{CHAT} 'my model' --seq-length 64 --output-prefix sets/two --split 30,10 --workers 1",
-    f"{CHAT} tok.model --seq-length 4096 --output-prefix chat --workers 1",
-    *(f"{RED} {conf} --workers 1" for conf in ("conf/data/mine.yaml", "elsewhere/mine.yaml")),
-    "redpajama.py download --url-list urls --base-url http://localhost/ --output 'data/my rp'",
-]
-
-
 def commands_of(output: str) -> list[list[str]]:
     """The words of the printed commands. Each line fits the screen or is one word."""
     commands: list[str] = []
@@ -231,7 +157,7 @@ def records(tmp_path: Path, tokenizer: Path, folder: Path, monkeypatch: pytest.M
 def test_each_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """train.py can start its commands, and the other programs parse theirs."""
     page = ""
-    for line in LINES:
+    for line in GoldenFiles.commands("data_prep/next_commands.txt"):
         name, *words = shlex.split(line)
         program = importlib.import_module(f"data_prep.{name.removesuffix('.py')}")
         monkeypatch.setattr(sys, "argv", [name, *words])

@@ -77,18 +77,6 @@ def test_a_dry_run_is_light_and_leaves_nothing(arguments: str, last_ranks: str) 
 
 
 ASYNC_TP = "data=mock trainer.tp=2 trainer.dp=1 trainer.compile=true trainer.async_tp=true"
-FILES = "data.prefixes=[set] data.tokenizer=null device=cpu run.dir=run"
-REFUSED = [
-    f"{' '.join(TINY)} trainer.tp=3 optim.lr=-1",
-    "--dry-run data=mock device=cpu trainer.tpp=2 trainer.tp=3",
-    f"{' '.join(TINY)} run.dir=file/run",
-    f"{' '.join(TINY)} launch.hosts=[a,b,c] trainer.tp=2",
-    *(f"--dry-run {ASYNC_TP} device={device}" for device in ("cpu", "neuron", "hpu")),
-    f"{ASYNC_TP} device=cpu",
-    "--dry-run data=mock trainer.async_tp=true device=cpu",  # tp=2 would be refused as well
-    *(f"{option}{FILES} model.vocab_size=600" for option in ("", "--dry-run ")),
-    *(f"{option}{FILES} model.vocab_size=9999 data.kind=sft" for option in ("", "--dry-run ")),
-]
 
 
 def test_refusals(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +86,7 @@ def test_refusals(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch
     prefix = write_indexed(tmp_path / "set", numbered(50, first_id=700))
     write_indexed(tmp_path / "set_mask", numbered(50))  # of another type than masks are
     before, page = sorted(tmp_path.iterdir()), ""
-    for line in REFUSED:
+    for line in GoldenFiles.commands("launch/refused.txt"):
         assert cli.main(line.split(), note_place) == 2, line
         printed = capfd.readouterr()
         page += f"$ {line}\n{printed.out}{printed.err}\n"
@@ -362,16 +350,12 @@ def test_under_srun_a_mistake_is_said_once(tmp_path: Path) -> None:
     assert "trainer.tp" in ends[0] and "Traceback" not in ends[0] and ends[1] == ""
 
 
-FOLDERS = Path(__file__).with_name("run_folders.txt")
-"""Commands in a run folder, next to a file mine.txt."""
-
-
 @pytest.mark.timeout(60)  # a pipe would block
 def test_run_folders_in_which_a_run_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reported together, before the run writes through links to files elsewhere."""
+    """Reported together, before the run writes through links to files elsewhere. A command is next to mine.txt."""
     monkeypatch.setattr(os, "access", lambda path, mode: bool(os.stat(path).st_mode & mode << 6))  # also for root
     page = ""
-    for number, line in enumerate(FOLDERS.read_text().splitlines()):
+    for number, line in enumerate(GoldenFiles.commands("launch/run_folders.txt")):
         (tmp_path / str(number) / "run").mkdir(parents=True)
         monkeypatch.chdir(tmp_path / str(number))
         Path("mine.txt").write_text("mine")

@@ -187,35 +187,10 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
-WRONG = "This config can't work, for one reason: no such dataset"
-LIMIT = "MAX_RESTARTS=3 SLURM_RESTART_COUNT"
-ENDS = [
-    "0 0",
-    "0 running",  # a rank was lost: never COMPLETED
-    "0",
-    "75 75",
-    "143 75",  # the others were ended while they left
-    "1 1",
-    "137 running",
-    "1 0",  # a rank failed after the first one had finished
-    "2 2",  # a config error is not retried
-    "137 2",
-    f"75 75 {LIMIT}=2",
-    *(f"{ends} {LIMIT}=3" for ends in ("75 75", "1 1", "0 running")),
-    f"0 0 {LIMIT}=4",  # Slurm's own restarts count too
-    *(f"75 75 {setting}" for setting in ("SLURM_RESTART_COUNT=9", "SLURM_RESTART_COUNT=10", "MAX_RESTARTS=0")),
-    # srun ends the first task before it can report a config error of another node.
-    f"143 SECOND={WRONG}",
-    "0 0 FINDS=2 DOCTOR=0",
-    *(f"0 0 FINDS={status}" for status in (1, 124, 137)),  # failed, took too long, killed
-    *(f"{ends} compile.slurm" for ends in ("0 0", "0 running", "1 1", "137 2")),  # never requeued
-]
-"""Status of srun, status that the first rank reports, variables, and the script."""
-
-
 def test_end_of_a_step(tmp_path: Path) -> None:
+    """For each status of srun, status that the first rank reports, variables, and script."""
     page = ""
-    for number, line in enumerate(ENDS):
+    for number, line in enumerate(GoldenFiles.commands("launch/ends.txt")):
         (folder := tmp_path / str(number)).mkdir()
         job, (ends, *words) = Job(folder), line.split(maxsplit=1 if "SECOND" in line else -1)
         variables = dict(word.split("=") for word in words if "=" in word)

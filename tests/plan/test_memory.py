@@ -119,58 +119,30 @@ def device(gib: int) -> Machine:
     return Machine(gib * GIB, 1, "a device", accelerator=True)
 
 
-SHORT = "model=llama7b data.seq_length=512 trainer.precision=bf16 trainer.recompute=full"
-LONG = "model=llama_110m data.seq_length=262144 model.max_position_embeddings=262144 model.num_hidden_layers=80"
-FULL = "trainer.recompute=full"
-FOUR_K = "data.seq_length=4096 trainer.precision=bf16"
-BATCH = "trainer.global_batch_size=128"
-LLAMA3 = f"model=llama3_8b data.seq_length=8192 trainer.zero=3 trainer.micro_batch_size=8 {BATCH}"
-TOO_LARGE = [
-    (8, host(48), "model=llama7b trainer.global_batch_size=16 trainer.precision=fp32 data.seq_length=256"),
-    (8, host(80), "model=llama70b trainer.zero=3"),
-    (8, device(80), f"{LLAMA3} trainer.precision=bf16"),
-    (16, device(80), f"{LLAMA3} trainer.precision=fp32"),
-    (16, device(80), f"model=llama70b {FOUR_K} {BATCH} trainer.tp=4"),
-    (16, device(80), f"model=llama13b data.seq_length=4096 {BATCH} trainer.precision=fp32"),
-    (16, device(80), f"model=llama70b {FOUR_K} {BATCH} finetune=lora"),
-    (1, device(96), SHORT),
-    (1, device(96), f"{SHORT} optim.name=onebit_adam trainer.zero=0"),
-    (1, device(96), f"{SHORT} model.intermediate_size=11000"),  # no multiple of 32: blocks of 8-bit states
-    (1, device(1), f"{SHORT} optim.state_bits=8"),
-    (1, device(80), SHORT),
-    (1, device(1), f"{SHORT} trainer.offload=[optimizer]"),
-    (1, host(80), f"{SHORT} device=cpu"),
-    (1, device(80), f"model=llama7b {FOUR_K} trainer.micro_batch_size=2 device=cuda"),
-    (1, device(38), f"{LONG} trainer.precision=bf16 {FULL} optim.name=onebit_adam trainer.zero=0"),
-    (1, device(68), f"model=llama7b {FOUR_K} trainer.recompute=elementwise"),
-    (1, device(72), f"model=llama7b {FOUR_K} trainer.offload=[activations]"),
-    (1, device(72), f"model=llama7b {FOUR_K} trainer.offload=[optimizer] trainer.micro_batch_size=8"),
-    (2, device(80), f"model=llama13b {FOUR_K} trainer.zero=3"),
-]
-
-
 def test_each_suggestion_fits() -> None:
     """Append each suggested change to the command, as a user would."""
     page = []
-    for world, machine, settings in TOO_LARGE:
+    for row in GoldenFiles.commands("plan/memory.txt"):
+        ranks, kind, size, settings = re.fullmatch(r"(\d+) ranks, (a \w+) of (\d+) GiB: (.*)", row).groups()  # type: ignore
+        world, machine = int(ranks), (host if kind == "a host" else device)(int(size))
         typed = ["data=mock", *settings.split()]
         (problem,) = problems_of(load_config(typed, CONF), world, machine)
-        name = f"{world} ranks, {machine.name} of {machine.memory_bytes // GIB} GiB: {settings}"
-        page += [name, *format_problems([problem]).splitlines()[2:], ""]
+        page += [f"$ {row}", *format_problems([problem]).splitlines()[2:], ""]
         options = [option.partition(" (") for option in problem.instead.removeprefix("write ").split(", or ")]
         assert len({option for option, *_ in options}) == len(options) <= 3
         for option, _, _ in options:
             words, _, devices = option.partition(" on a multiple of ")
             if words.startswith("a smaller model"):
                 continue
-            ranks = int(devices.removesuffix(" devices") or world)
-            assert problems_of(load_config([*typed, *words.split()], CONF), ranks, machine) == [], (name, option)
+            more = int(devices.removesuffix(" devices") or world)
+            assert problems_of(load_config([*typed, *words.split()], CONF), more, machine) == [], (row, option)
     GoldenFiles.check("plan/memory.txt", "\n".join(page))
 
 
 def test_only_states_count_on_a_host() -> None:
     """Llama 3 8B, zero 3 over 8, micro batch 8 x 8192: 15 GiB of states, hundreds of activations."""
-    config = load_config(["data=mock", *LLAMA3.split(), "trainer.precision=bf16"], CONF)
+    words = "model=llama3_8b data.seq_length=8192 trainer.zero=3 trainer.micro_batch_size=8 trainer.precision=bf16"
+    config = load_config(["data=mock", *words.split(), "trainer.global_batch_size=128"], CONF)
     assert problems_of(config, 8, device(80)) and not problems_of(config, 8, host(80))
     config.trainer.micro_batch_size = 1
     assert not problems_of(config, 8, device(80))

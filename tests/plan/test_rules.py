@@ -55,7 +55,7 @@ def test_texts_of_refusals_and_each_rule_has_a_case() -> None:
         (problem,) = fired(case, config)
         untested -= {r for r in untested if r.check.__name__ == case.rule and [*r.check(config, case.world)]}
         text = format_problems([problem]).partition("\n\n")[2]
-        page.append(f"{case.rule}, {case.world} ranks: {case.bad}\n{text}\n")
+        page.append(f"$ {' | '.join(map(str, case))}\n{text}\n")
     assert not untested, [sorted(rule.settings) for rule in untested]
     GoldenFiles.check("plan/rules.txt", "\n".join(page))
 

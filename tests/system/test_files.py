@@ -215,12 +215,11 @@ def test_a_failed_writer_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
 
 
-TABLE = Path(__file__).with_name("exposures.txt")
-"""In a folder with the private folder a/cache: commands; the path that is checked (/*: with all files below it)."""
-
-
 def test_exposures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others cannot reach files in a closed folder or rename files of a sticky parent. Another user owns "planted"."""
+    """Others cannot reach files in a closed folder or rename files of a sticky parent. Another user owns "planted".
+
+    A line has commands next to the private folder a/cache, and the path that is checked (/*: with all files below it).
+    """
     lstat, page = os.lstat, ""
 
     def planted_lstat(path: Path) -> os.stat_result:
@@ -230,7 +229,7 @@ def test_exposures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(private_folder, "_is_own_group", lambda gid: False)
     monkeypatch.setattr(private_folder.os, "lstat", planted_lstat)
-    for number, line in enumerate(TABLE.read_text().splitlines()):
+    for number, line in enumerate(GoldenFiles.commands("system/exposures.txt")):
         root = tmp_path / str(number)
         make_private(root / "a/cache")
         commands, _, path = line.rpartition("; ")

@@ -85,23 +85,10 @@ def test_defaults_equal_the_recipe(recipe: Path) -> None:
     assert planned(f"+experiment={recipe.stem}").world.config.trainer.global_batch_size == batch
 
 
-LINES = [
-    *(f"model=llama_15m {BATCH}=64 device={name}" for name in ("cuda", "neuron", "hpu")),
-    *(f"model=llama_15m {BATCH}=64 cluster.device={name}" for name in ("b200", "gaudi3")),
-    f"model=llama_15m {BATCH}=64 device=hpu cluster.device=gaudi3",
-    f"model=llama_15m {BATCH}=64 cluster.nodes=2",
-    "model=llama_15m trainer.tp=2 device=cpu",
-    f"model=llama7b {BATCH}=8",  # a stated batch, a small model, and fine-tuning need no recipe
-    "model=llama7b model.num_hidden_layers=2 device=cpu",
-    "model=llama7b finetune=lora",
-    "device=hpu cluster.device=h100",
-]
-
-
 def test_the_planned_hardware() -> None:
     """Chip, device, note and batch of each command line."""
     page = ""
-    for line in LINES:
+    for line in GoldenFiles.commands("tools/plan/hardware.txt"):
         page += f"$ {line}\n"
         try:
             run = planned(*line.split())

@@ -27,24 +27,11 @@ TWO = [*TINY, "optim.lr=1e-3,1e-4"]
 NAMES = ["optim.lr_0.001", "optim.lr_0.0001"]
 
 
-LINES = """data=mock data.validation_prefixes=[x,y] optim.lr=1e-4,3e-4
-data=mock optim.lr=choice(1e-4,3e-4)
-data=mock trainer.seed=range(1,7,2)
-data=mock model=glob(llama_1*)
-data=mock data.prefixes=[a,b],[c]
-data=mock init_from='a,b','c'
-optim.lr=1,2 data=mock model=llama_15m,llama_56m
-optim.lr=1,2 data=mock model=llama_15m,llama_56m run.dir=runs/mine
-optim.lr=1e-4
-optim.lr=interval(1,2)
-optim.lr=1,2 run.dir=a,b
-model=glob(no*)"""
-
-
 def test_combinations() -> None:
     """Hydra's grammar; the last setting varies fastest. Values that cannot be listed are rejected."""
     page, hidden = "", {r"folder \S+-[0-9a-f]{6,}": "folder FROM_THE_COMMAND"}
-    for line in LINES.splitlines():
+    lines = [line.removeprefix("-m ") for line in GoldenFiles.commands("tools/sweep/combinations.txt")]
+    for line in lines:
         page += f"$ -m {line}\n"
         try:
             sweep = combinations(line.split(), CONF_DIR)
@@ -55,7 +42,7 @@ def test_combinations() -> None:
         page += "".join(f"    {one.name}: {' '.join(one.overrides)}, {one.differing}\n" for one in sweep.combinations)
         assert sweep.varied == tuple(sweep.combinations[0].differing)
     GoldenFiles.check("tools/sweep/combinations.txt", page, hidden)
-    command = LINES.splitlines()[6].split()
+    command = lines[6].split()
     assert combinations(command, CONF_DIR).folder == combinations(command, CONF_DIR).folder
     assert combinations(command, CONF_DIR).folder != combinations(command[::-1], CONF_DIR).folder
 
