@@ -19,7 +19,7 @@ from megatron_llama.cli import main
 from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.output import protect_output
 from megatron_llama.system.signals import exit_on_signal
-from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
+from tests.checkpoint.runner import losses
 from tests.ranks import check_threads
 
 POLL_SECONDS = 0.005
@@ -65,8 +65,7 @@ class Life:
 
     def losses(self) -> list[tuple[int, float]]:
         """Return (step, loss) of each complete line of metrics.jsonl. Raises ValueError for an invalid line."""
-        path = self.folder / METRICS_FILE
-        return [(r["step"], r["reduced_train_loss"]) for r in read_metrics(path)] if path.exists() else []
+        return losses(self.folder)
 
     def newest_checkpoint(self) -> int:
         """Return the step of the newest complete checkpoint; 0 without one."""
@@ -75,10 +74,6 @@ class Life:
 
     def saving(self) -> bool:
         return any((self.folder / "checkpoints").glob(".step_*"))
-
-    def leftovers(self) -> list[str]:
-        hidden = (path for path in self.folder.rglob("*") if path.name.startswith(".") and path.name != ".lock")
-        return sorted(str(path.relative_to(self.folder)) for path in hidden)
 
 
 class Attempt:

@@ -14,13 +14,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_llama.checkpoint.folder import find_checkpoint
-from megatron_llama.checkpoint.manifest import read_manifest
-from megatron_llama.corpus.indexed_format import write_index
 from megatron_llama.system.files import DRAFT
 from tests.chaos.attempts import STEPS, Attempt, Life
 from tests.chaos.faults import DAMAGED_FILES, FAULTS, HANG_SECONDS, MAKE_HANG, NEED_INTERPOSER, Fault, damage_file
 from tests.chaos.interposer import Interposer
+from tests.checkpoint.runner import final_tensors, leftovers
+from tests.data.files import write_indexed
 
 LIMIT_SECONDS = 300.0
 """Time limit of an attempt without a fault, long enough for a busy machine."""
@@ -56,7 +55,10 @@ class Campaign:
         self.longest = 0.0
         self.lives: dict[str, Life] = {}
         self._count = 0
-        self.dataset = _make_dataset(folder / "data")
+        (folder / "data").mkdir()
+        lengths = [length for length in range(20, 60) for _ in range(4)]
+        documents = [np.random.default_rng(length).integers(0, 64, length).tolist() for length in lengths]
+        self.dataset = Path(write_indexed(folder / "data/tokens", documents))
         self.undisturbed = {layout: self._leave_alone(layout) for layout in layouts}
 
     def run(self, faults: int) -> Iterator[str]:
@@ -88,7 +90,7 @@ class Campaign:
         if not attempt.wait(LIMIT_SECONDS) or attempt.status != 0:
             attempt.kill()
             raise Broken(f"the undisturbed run ended with {attempt.status}:\n{attempt.output}")
-        return Undisturbed(life.losses(), _tensors(life))
+        return Undisturbed(life.losses(), final_tensors(life.folder))
 
     def _life(self, layout: str) -> Life:
         if layout not in self.lives:
@@ -171,11 +173,11 @@ class Campaign:
         undisturbed = self.undisturbed[life.layout]
         if life.losses() != undisturbed.losses:
             raise Broken("the losses of the finished run are not the undisturbed one's")
-        ours = _tensors(life)
+        ours = final_tensors(life.folder)
         differ = [n for n, tensor in undisturbed.tensors.items() if n not in ours or not torch.equal(ours[n], tensor)]
         if differ or ours.keys() != undisturbed.tensors.keys():
             raise Broken(f"tensors of the finished run differ: {differ[:3]}")
-        if left := [name for name in life.leftovers() if not (disk_failed and name.endswith(DRAFT))]:
+        if left := [name for name in leftovers(life.folder) if not (disk_failed and name.endswith(DRAFT))]:
             raise Broken(f"left behind: {left}")
         shutil.rmtree(life.folder)
         life.output.unlink()
@@ -215,28 +217,10 @@ class Campaign:
 
     def _same_end(self, life: Life) -> bool:
         """Whether the last checkpoint is the undisturbed run's."""
-        ours, theirs = _tensors(life), self.undisturbed[life.layout].tensors
+        ours, theirs = final_tensors(life.folder), self.undisturbed[life.layout].tensors
         return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
     def _keep(self, life: Life, attempt: Attempt) -> None:
         """Retain the folder of a failed run with a list of its faults; the next run uses a new folder."""
         life.folder.with_name(life.folder.name + ".faults").write_text("\n".join(life.faults) + "\n")
         self.lives.pop(life.layout, None)
-
-
-def _tensors(life: Life) -> dict[str, torch.Tensor]:
-    """Every tensor of the newest checkpoint."""
-    stored = read_manifest(find_checkpoint(life.folder)).stored
-    return {name: stored.rows(name) for name in stored.tensors}
-
-
-def _make_dataset(folder: Path) -> Path:
-    """A dataset of random tokens; returns its prefix."""
-    folder.mkdir()
-    random_tokens, lengths = np.random.default_rng(0), np.arange(20, 60, dtype="<i4").repeat(4)
-    lengths.tofile(folder / "lengths")
-    with open(folder / "tokens.idx", "wb") as file:
-        write_index(file, folder / "lengths", np.dtype("<u2"))
-    (folder / "lengths").unlink()
-    random_tokens.integers(0, 64, int(lengths.sum())).astype("<u2").tofile(folder / "tokens.bin")
-    return folder / "tokens"

@@ -26,6 +26,7 @@ from megatron_llama.optim.eight_bit_states import BlockwiseState
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.data_schedules import BatchSchedule
+from megatron_llama.system.object_store import RemotePath
 from megatron_llama.train import loop
 from megatron_llama.train.metrics_file import read_metrics
 from megatron_llama.train.run_rank import run_rank
@@ -110,6 +111,13 @@ def assert_same(ours: Tensors, theirs: Tensors) -> None:
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor), f"{name} differs"
+
+
+def flip(path: Path, position: int = -100) -> None:
+    """Flip a bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 0x10
+    path.write_bytes(content)
 
 
 class Bomb:
@@ -214,10 +222,15 @@ def losses(run_dir: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["reduced_train_loss"]) for record in records]
 
 
-def final_tensors(run_dir: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the newest checkpoint."""
-    stored = read_manifest(find_checkpoint(run_dir)).stored
+def tensors_of(checkpoint: Path | RemotePath) -> Tensors:
+    """Every tensor of a checkpoint."""
+    stored = read_manifest(checkpoint).stored
     return {name: stored.rows(name) for name in stored.tensors}
+
+
+def final_tensors(run_dir: Path) -> Tensors:
+    """Every tensor of the newest checkpoint."""
+    return tensors_of(find_checkpoint(run_dir))
 
 
 def leftovers(run_dir: Path) -> list[str]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.checkpoint.runner import assert_same, run
+from megatron_llama.config import ModelConfig
+from tests.checkpoint.runner import assert_same, make_plan, run
 from tests.ranks import run_ranks
 
 LR, BETAS, EPS, DECAY, BATCH, LENGTH, VOCAB = 0.003, (0.9, 0.95), 1e-6, 0.1, 8, 16, 64
 SETTINGS = (f"optim.lr={LR}", f"optim.min_lr={LR}", "optim.warmup_steps=0", f"optim.eps={EPS}", "optim.clip=null")
 """The settings of our run that continues the source's."""
+UNTIED = "model.tie_word_embeddings=false"
 TOKENS = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
@@ -23,6 +26,12 @@ class Trained:
 
     losses: list[float]
     logits: torch.Tensor
+
+
+@cache
+def our_model(*settings: str) -> ModelConfig:
+    """Return our model of the sources' shape."""
+    return make_plan(1, Path("unused"), UNTIED, *settings).model
 
 
 def llama_config(**changes: Any) -> Any:

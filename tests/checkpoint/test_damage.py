@@ -30,7 +30,7 @@ from megatron_llama.checkpoint.manifest import NAME, State, _checksum, merge, re
 from megatron_llama.checkpoint.rank_files import STATES, save_part
 from megatron_llama.checkpoint.tensor_source import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, ModelConfig
-from tests.checkpoint.runner import Bomb, Run, assert_same, run
+from tests.checkpoint.runner import Bomb, Run, assert_same, flip, run
 from tests.messages import raises_with_message
 from tests.ranks import RankFailed
 
@@ -58,12 +58,6 @@ def _truncate(folder: Path) -> None:
     os.truncate(folder / SHARD, (folder / SHARD).stat().st_size - 5)
 
 
-def _flip(path: Path, position: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 0x10
-    path.write_bytes(content)
-
-
 def _replace_by_a_file(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.write_text("not a folder")
@@ -71,9 +65,9 @@ def _replace_by_a_file(folder: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (_truncate, rf"{SHARD}: has \d+ of \d+ bytes"),
-    "flipped": (lambda folder: _flip(folder / SHARD, -100), f"{SHARD}: wrong hash of .* from row "),
+    "flipped": (lambda folder: flip(folder / SHARD), f"{SHARD}: wrong hash of .* from row "),
     "missing": (lambda folder: (folder / SHARD).unlink(), f"{SHARD}: No such file"),
-    "manifest": (lambda folder: _flip(folder / NAME, 600), f"{NAME}: "),
+    "manifest": (lambda folder: flip(folder / NAME, 600), f"{NAME}: "),
     "no_manifest": (lambda folder: (folder / NAME).unlink(), f"{NAME}: No such file"),
     "empty_manifest": (lambda folder: (folder / NAME).write_bytes(b""), f"{NAME}: not JSON"),
     "unreadable": (_replace_by_a_file, f"{NAME}: Not a directory"),
@@ -100,7 +94,7 @@ def test_a_damaged_checkpoint_is_replaced(copy: Path) -> None:
 
 
 def test_damage_that_only_another_layout_reads(copy: Path) -> None:
-    _flip(copy / "checkpoints" / "step_00000002" / SHARD, -6000)  # before the random state, which only two ranks read
+    flip(copy / "checkpoints" / "step_00000002" / SHARD, -6000)  # before the random state, which only two ranks read
     assert run(1, copy, NO_SAVE).started_at == 1
     assert run(2, copy, "trainer.pp=2", NO_SAVE).started_at == 1
 
@@ -122,10 +116,10 @@ def test_verify_reads_every_byte(copy: Path) -> None:
     for file in manifest.files:
         manifest.stored.verify_file(file)
     for position in (-1, 3000):  # in the values, and in the head, which loading does not need
-        _flip(folder / SHARD, position)
+        flip(folder / SHARD, position)
         with pytest.raises(CorruptFile, match=SHARD):
             manifest.stored.verify_file(SHARD)
-        _flip(folder / SHARD, position)
+        flip(folder / SHARD, position)
     manifest.stored.verify_file(SHARD)
 
 
@@ -410,7 +404,7 @@ def test_the_scripts_statuses(
             assert status(copy, "full") == 1
         assert capsys.readouterr().err == f"{tmp_path}/full: No space left on device\n"
     shard = copy / "checkpoints" / "step_00000002" / SHARD
-    _flip(shard, 8 + int.from_bytes(shard.read_bytes()[:8], "little") + 40)  # in a weight, which both read
+    flip(shard, 8 + int.from_bytes(shard.read_bytes()[:8], "little") + 40)  # in a weight, which both read
     assert status(copy, "bad") == 1
     assert SHARD in capsys.readouterr().err
     assert not (tmp_path / "bad").exists() and not (tmp_path / ".bad.partial").exists()

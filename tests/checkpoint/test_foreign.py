@@ -29,6 +29,7 @@ from tests.checkpoint.source_settings import (
     BATCH,
     LAYOUTS,
     LENGTH,
+    UNTIED,
     VOCAB,
     check_weights_in_each_layout,
     logits_of_weights,
@@ -177,9 +178,6 @@ def test_the_first_loss_next_to_the_sources(tmp_path: Path) -> None:
     theirs = {"log_history": [{"step": 3, "loss": 3.0}, {"step": 4, "loss": 2.25}]}
     (tmp_path / "trainer_state.json").write_text(json.dumps(theirs))
     assert first_common_loss(tmp_path / "ours.jsonl", tmp_path / "trainer_state.json") == (4, 2.5, 2.25)
-
-
-UNTIED = "model.tie_word_embeddings=false"
 
 
 @pytest.fixture(scope="module")

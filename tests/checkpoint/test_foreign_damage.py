@@ -9,7 +9,6 @@ import pickle
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,11 @@ from megatron_llama.checkpoint.foreign.describe import describe
 from megatron_llama.checkpoint.foreign.detect import open_foreign
 from megatron_llama.checkpoint.foreign.unpickle import load_metadata, load_pickle
 from megatron_llama.checkpoint.tensor_source import CorruptFile, check_cover
-from megatron_llama.config import ConfigError, ModelConfig
+from megatron_llama.config import ConfigError
 from scripts import inspect_checkpoint
-from tests.checkpoint.runner import make_plan, rejection
+from tests.checkpoint.runner import rejection
+from tests.checkpoint.source_settings import our_model
 from tests.messages import raises_with_message
-
-UNTIED = "model.tie_word_embeddings=false"
 
 
 def _nested_key(levels: int) -> bytes:
@@ -168,18 +166,13 @@ def test_a_scalar_has_one_chunk() -> None:
         check_cover("step", (), [((), ()), ((), ())])
 
 
-@cache
-def _model() -> ModelConfig:
-    return make_plan(1, Path("unused"), UNTIED).model
-
-
 NORM = "decoder.final_layernorm.weight"
 SQUARES = f"optimizer.state.exp_avg_sq.{NORM}"
 
 
 def _source(folder: Path, **changes: Any) -> Path:
     """Write a torch_dist folder with moments; ``changes`` replaces tensors by name."""
-    shapes = megatron_names(_model(), stacked=True).shapes
+    shapes = megatron_names(our_model(), stacked=True).shapes
     state = {name: torch.ones(shape) for name, shape in shapes.items()}
     kinds = ("exp_avg", "exp_avg_sq")
     state |= {f"optimizer.state.{kind}.{name}": torch.ones(shape) for kind in kinds for name, shape in shapes.items()}
@@ -210,7 +203,7 @@ def _one_wrong(value: float) -> torch.Tensor:
     ],
 )
 def test_dtypes_and_values(name: str, values: torch.Tensor, words: str, tmp_path: Path) -> None:
-    answer = rejection(_source(tmp_path / "source", **{name: values}), _model())
+    answer = rejection(_source(tmp_path / "source", **{name: values}), our_model())
     assert words in answer and bool(answer) == bool(words)
 
 
@@ -263,9 +256,9 @@ def _overlap(metadata: Any) -> None:
 )
 def test_metadata_of_a_folder_is_checked(edit: Callable[[Any], None], words: str, tmp_path: Path) -> None:
     folder = _source(tmp_path / "source")
-    assert not rejection(folder, _model())
+    assert not rejection(folder, our_model())
     _edit(folder, edit)
-    assert words in rejection(folder, _model())
+    assert words in rejection(folder, our_model())
 
 
 def test_an_expanded_chunk_is_rejected(tmp_path: Path) -> None:
@@ -280,7 +273,7 @@ def test_an_expanded_chunk_is_rejected(tmp_path: Path) -> None:
         info.relative_path, info.offset, info.length = "one.distcp", 0, len(stored.getvalue())
 
     _edit(folder, point_to_it)
-    assert "several values in the same bytes" in rejection(folder, _model())
+    assert "several values in the same bytes" in rejection(folder, our_model())
 
 
 def _ranks(folder: Path, **model: Any) -> Path:
@@ -363,7 +356,7 @@ def test_odd_values_in_files_of_megatron(tmp_path: Path) -> None:
     for place in places:
         for odd in ODD:
             torch.save({"iteration": 3, **place(odd)}, folder / "common.pt")
-            for read in (lambda: describe(folder), lambda: open_foreign(folder, _model(), resumes=True)):
+            for read in (lambda: describe(folder), lambda: open_foreign(folder, our_model(), resumes=True)):
                 try:
                     read()
                 except (ConfigError, CorruptFile) as error:

@@ -6,7 +6,6 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +22,21 @@ from megatron_llama.checkpoint.foreign.detect import open_foreign, resumed_state
 from megatron_llama.checkpoint.foreign.source_settings import read_arguments
 from megatron_llama.checkpoint.foreign.tensors import Foreign, ForeignTensors, moment_names
 from megatron_llama.checkpoint.foreign.torch_folders import STATE_NAMES, model_prefix, names_in
-from megatron_llama.config import ConfigError, ModelConfig
+from megatron_llama.config import ConfigError
 from tests.checkpoint.runner import make_plan, rejection, run
-from tests.checkpoint.source_settings import BETAS, DECAY, EPS, LR, SETTINGS
+from tests.checkpoint.source_settings import BETAS, DECAY, EPS, LR, SETTINGS, UNTIED, our_model
 from tests.golden import GoldenFiles
 from tests.messages import unwrap
 
-UNTIED = "model.tie_word_embeddings=false"
 LLAMA3 = "model.rope_scaling={rope_type: llama3, factor: 8.0}"
 LINEAR = "model.rope_scaling={rope_type: linear, factor: 4.0}"
 PLAIN = {"rotary_base": 10000, "norm_epsilon": 1e-5, "swiglu": True, "normalization": "RMSNorm", "num_layers": 4}
 """Arguments of the model of ``make_plan``."""
 
 
-@cache
-def _model(*settings: str) -> ModelConfig:
-    return make_plan(1, Path("unused"), UNTIED, *settings).model
-
-
 def megatron_folder(folder: Path, settings: tuple[str, ...], arguments: Mapping[str, Any] | None) -> Path:
     """Write a torch_dist folder of random weights."""
-    shapes = megatron_names(_model(*settings), stacked=True).shapes
+    shapes = megatron_names(our_model(*settings), stacked=True).shapes
     generator = torch.Generator().manual_seed(0)
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -74,7 +67,7 @@ def _write(folder: Path, form: str, arguments: Mapping[str, Any]) -> None:
 TABLE = Path(__file__).with_name("settings.txt")
 
 
-def test_settings_that_change_the_model(plain: Path) -> None:
+def test_settings_that_change_theour_model(plain: Path) -> None:
     """Each line of the table as Megatron-LM, Megatron-Bridge and NeMo 2 write it: accepted, or one message."""
     page = ""
     for line in TABLE.read_text().splitlines():
@@ -83,7 +76,7 @@ def test_settings_that_change_the_model(plain: Path) -> None:
             continue
         text, _, setting = line.partition(" | ")
         changes = yaml.safe_load(text)
-        model = _model(*filter(None, [{"LLAMA3": LLAMA3, "LINEAR": LINEAR}.get(setting, setting)]))
+        model = our_model(*filter(None, [{"LLAMA3": LLAMA3, "LINEAR": LINEAR}.get(setting, setting)]))
         answers = {}
         for form in ("args", "bridge", "nemo"):
             typed = {key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()}
@@ -95,8 +88,8 @@ def test_settings_that_change_the_model(plain: Path) -> None:
 
 def test_a_context_may_be_extended_by_a_new_run_only(plain: Path) -> None:
     _write(plain, "args", PLAIN)
-    assert not rejection(plain, _model(LINEAR), resumes=False, reads=False)
-    assert "model.rope_scaling" in rejection(plain, _model(LINEAR), resumes=True, reads=False)
+    assert not rejection(plain, our_model(LINEAR), resumes=False, reads=False)
+    assert "model.rope_scaling" in rejection(plain, our_model(LINEAR), resumes=True, reads=False)
 
 
 def test_each_key_of_megatron_core_is_listed() -> None:
@@ -124,26 +117,26 @@ def test_each_key_of_megatron_core_is_listed() -> None:
 )
 def test_only_padding_is_omitted(rows: int, size: int, arguments: dict[str, int], words: str, tmp_path: Path) -> None:
     folder = megatron_folder(tmp_path / "source", (f"model.vocab_size={rows}",), PLAIN | arguments)
-    answer = rejection(folder, _model(f"model.vocab_size={size}"), resumes=False, reads=False)
+    answer = rejection(folder, our_model(f"model.vocab_size={size}"), resumes=False, reads=False)
     assert words in answer and bool(answer) == bool(words)
 
 
 @pytest.mark.parametrize("prefix", ["model.", "module.", "model.module."])
 def test_moments_may_lack_the_prefix_of_weights(prefix: str) -> None:
-    plain = [*hf_shapes(_model())]
-    names = names_in(Path(), _model(), {prefix + name for name in plain})
+    plain = [*hf_shapes(our_model())]
+    names = names_in(Path(), our_model(), {prefix + name for name in plain})
     exp_avg = moment_names(STATE_NAMES, (), model_prefix(names))["exp_avg"]
     assert [exp_avg(prefix + name) for name in plain] == [f"optimizer.state.{name}.exp_avg" for name in plain]
 
 
 def test_tensors_that_the_model_lacks_are_rejected(tmp_path: Path) -> None:
     folder = megatron_folder(tmp_path / "source", ("model.model_type=qwen2",), PLAIN)
-    assert "linear_qkv.bias, which this model lacks" in rejection(folder, _model(), resumes=False, reads=False)
+    assert "linear_qkv.bias, which this model lacks" in rejection(folder, our_model(), resumes=False, reads=False)
 
 
 def _torch_folder(kind: str, folder: Path, settings: tuple[str, ...] = (), **group: Any) -> Path:
     """Write torchtitan's or the Trainer's folder of random weights and moments of one."""
-    model = _model(*settings)
+    model = our_model(*settings)
     shapes = torchtitan_names(model).shapes if kind == "torchtitan" else hf_shapes(model)
     weights = {name: torch.randn(shape) for name, shape in shapes.items()}
     names = sorted(weights, key=lambda name: weights[name].dim() != 2)
@@ -169,7 +162,7 @@ def _torch_folder(kind: str, folder: Path, settings: tuple[str, ...] = (), **gro
 def test_config_json_is_compared(kind: str, tmp_path: Path) -> None:
     """checkpoint.resume compares it as init_from does."""
     folder = _torch_folder(kind, tmp_path / "source")
-    model = _model()
+    model = our_model()
     names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads rms_norm_eps rope_theta"
     content = {name: getattr(model, name) for name in [*names.split(), "num_key_value_heads"]}
     for changes, words in (
@@ -180,7 +173,7 @@ def test_config_json_is_compared(kind: str, tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ):
         (folder / "config.json").write_text(json.dumps(content | changes))
-        answer = rejection(folder, _model(), resumes=True, reads=False)
+        answer = rejection(folder, our_model(), resumes=True, reads=False)
         assert words in answer and bool(answer) == bool(words), (changes, answer)
 
 

@@ -18,7 +18,7 @@ from megatron_llama.checkpoint import memory_copies
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.tensor_source import CorruptFile
 from megatron_llama.devices.cpu.device import Cpu
-from tests.checkpoint.runner import Job, Run, assert_same, losses, run, with_each_step
+from tests.checkpoint.runner import Job, Run, assert_same, flip, losses, run, with_each_step
 from tests.messages import raises_with_message
 from tests.processes import rank
 from tests.ranks import RankFailed
@@ -89,12 +89,6 @@ def copies(folder: Path, rank: int, step: int, ending: str = ".safetensors") -> 
         path for path in folder.glob(f"*/*/rank_{rank:05d}.*.json") if f'"step": {step},' in path.read_text()
     )
     return description.with_suffix(ending)
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 DAMAGES: dict[str, tuple[str, Callable[[list[Path]], object], int, str]] = {

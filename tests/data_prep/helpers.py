@@ -44,40 +44,10 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # The published behavior of the templates of Llama 3.1 and Qwen 2.5, with our own text.
-LLAMA31 = """{{- bos_token }}{%- if messages[0].role == 'system' %}{%- set about = messages[0].content %}
-{%- set messages = messages[1:] %}{%- else %}{%- set about = '' %}{%- endif %}
-{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
-{{- '<|im_start|>system\\n' + strftime_now('%Y') + about + '<|im_end|>' }}
-{%- if tools is not none %}{%- set first = messages[0].content %}{%- set messages = messages[1:] %}
-{{- '<|im_start|>user\\nFunctions:\\n' }}{%- for tool in tools %}{{- tool | tojson(indent=4) }}{%- endfor %}
-{{- first + '<|im_end|>' }}{%- endif %}
-{%- for message in messages %}
-{%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>' }}
-{%- elif 'tool_calls' in message %}
-{%- if message.tool_calls | length != 1 %}{{- raise_exception('one call only') }}{%- endif %}
-{%- set call = message.tool_calls[0].function %}
-{{- '<|im_start|>assistant\\n{"name": "' + call.name + '", "parameters": ' }}
-{{- call.arguments | tojson }}{{- '}<|im_end|>' }}
-{%- else %}{{- '<|im_start|>ipython\\n' }}
-{%- if message.content is mapping or message.content is iterable %}{{- message.content | tojson }}
-{%- else %}{{- message.content }}{%- endif %}{{- '<|im_end|>' }}{%- endif %}
-{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-QWEN25 = """{%- if tools %}{{- '<|im_start|>system\\n<tools>' }}
-{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}{{- '\\n</tools><|im_end|>\\n' }}{%- endif %}
-{%- for message in messages %}
-{%- if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- elif message.role == 'assistant' %}{{- '<|im_start|>assistant' }}
-{%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
-{%- for call in message.tool_calls %}{%- set call = call.function %}
-{{- '\\n<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}{{- call.arguments | tojson }}
-{{- '}\\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\\n' }}
-{%- elif message.role == 'tool' %}
-{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
-{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}{%- endif %}
-{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+LLAMA31, QWEN25 = (
+    Path(__file__).with_name(f"{name}.jinja").read_text(encoding="utf-8").removesuffix("\n")
+    for name in ("llama31", "qwen25")
+)
 SPECIAL = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
 
 

@@ -8,6 +8,7 @@ import io
 import json
 import struct
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -329,37 +330,11 @@ COMMAND_CASES = st.lists(st.one_of(OVERRIDE, OVERRIDE, OVERRIDE, st.text(max_siz
 )
 
 
-NEMO = yaml.safe_load(
-    """
-trainer: {devices: 8, num_nodes: 1, max_steps: 100, precision: bf16, gradient_clip_val: 1.0, val_check_interval: 10}
-exp_manager: {exp_dir: x, create_checkpoint_callback: true, checkpoint_callback_params: {save_top_k: 1}}
-model:
-  micro_batch_size: 1
-  global_batch_size: 8
-  tensor_model_parallel_size: 2
-  pipeline_model_parallel_size: 1
-  encoder_seq_length: 64
-  max_position_embeddings: 64
-  num_layers: 2
-  hidden_size: 64
-  ffn_hidden_size: 128
-  num_attention_heads: 4
-  normalization: rmsnorm
-  tokenizer: {library: sentencepiece, model: x.model}
-  optim: {name: adamw, lr: 0.1, betas: [0.9, 0.9], sched: {name: CosineAnnealing, warmup_steps: 3, min_lr: 0.0}}
-  data: {data_prefix: [1.0, a], splits_string: "8,1,1", seq_length: "${model.encoder_seq_length}"}
-"""
-)
+_SOURCES = Path(__file__).parents[1] / "tools/import_config"
+NEMO = yaml.safe_load((_SOURCES / "nemo_7b.yaml").read_text(encoding="utf-8"))
 NEMO_CASES = named("nemo.yaml", damaged(edited(NEMO, RECIPES).map(as_yaml)))
-TITAN = {
-    "model": {"name": "llama3", "flavor": "8B", "converters": ["float8"]},
-    "optimizer": {"name": "AdamW", "lr": 3e-4, "eps": 1e-8},
-    "lr_scheduler": {"warmup_steps": 20, "decay_ratio": 0.8, "decay_type": "linear", "min_lr_factor": 0.1},
-    "training": {"local_batch_size": 1, "seq_len": 8192, "max_norm": 1.0, "steps": 1000, "global_batch_size": 8},
-    "parallelism": {"data_parallel_shard_degree": 8, "pipeline_parallel_degree": 2, "tensor_parallel_degree": 1},
-    "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"},
-    "checkpoint": {"enable": True, "interval": 500, "keep_latest_k": 3}, "validation": {"enable": True, "steps": 5},
-}  # fmt: skip
+TITAN = tomllib.loads((_SOURCES / "titan_8b.toml").read_text(encoding="utf-8"))
+del TITAN["quantize"]  # a section inside of a section, which _toml does not write
 SCRIPT = {
     "nproc-per-node": 8, "nnodes": 2, "pretrain_gpt.py": "", "num-layers": 4, "hidden-size": 64, "lr": 0.1,
     "num-attention-heads": 4, "seq-length": 64, "micro-batch-size": 1, "global-batch-size": 8, "train-samples": 800,
