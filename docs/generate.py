@@ -7,7 +7,7 @@
 config:  docs/reference/config.md, from the strings under the fields in megatron_llama/config/ and the files in conf/
 recipes: the tables in docs/guides/training/experiments.md: the experiments, and the planner's forecast of the recipes
 that pretrain
-resume:  the table in docs/guides/training/resume.md; tests/checkpoint/changes.py has a run and a change for each
+resume:  the table in docs/guides/training/resume.md; tests/checkpoint/changes.yaml has a run and a change for each
 setting
 lines:   numbers of lines in README.md, between <!-- lines: NAME --> and <!-- /lines -->, rounded to hundreds
 tour:    the column of lines in docs/design/tour.md, rounded to 50, and their sum
