@@ -57,11 +57,7 @@ def bf16_bounds(expected: Result, exact: Result, *model: str) -> dict[str, float
     scale = worst(expected, exact)["first_grads"]
     scalar = 3 * math.sqrt(2) * scale / math.sqrt(tokens)
     logits = plan.model.initializer_range * math.sqrt(plan.model.hidden_size)
-    return {
-        "first_grads": 1.5 * scale,
-        "norms": scalar,
-        "losses": scalar * logits / math.log(plan.model.vocab_size),
-    }
+    return {"first_grads": 1.5 * scale, "norms": scalar, "losses": scalar * logits / math.log(plan.model.vocab_size)}
 
 
 def beyond(bounds: dict[str, float], result: Result, expected: Result) -> dict[str, tuple[float, float]]:
@@ -85,13 +81,8 @@ def test_layouts_are_within_the_precision(ranks: int, layout: list[str], model: 
 
 # What is broken, the kind of value that shows it, ranks, overrides of the layout and of the model.
 BROKEN: list[tuple[Tamper, str, int, list[str], list[str]]] = [
-    (
-        tampers.last_chunk_of_the_head_lost,
-        "first_grads",
-        1,
-        [NARROW],
-        ["data.seq_length=10"],
-    ),  # whose last token counts
+    # The last of 10 tokens counts.
+    (tampers.last_chunk_of_the_head_lost, "first_grads", 1, [NARROW], ["data.seq_length=10"]),
     (tampers.no_kv_copy_sum, "first_grads", 4, [table.TP4, NARROW], []),
     (tampers.no_tied_sum, "first_grads", 2, [table.PP2, NARROW], [table.TIED]),
     (tampers.compiled_gradients_of_one_token_more, "first_grads", 1, [*table.COMPILED, NARROW], WINDOW),
@@ -127,43 +118,19 @@ def test_bf16_keeps_fp32_masters() -> None:
         assert 0 < moved.max() < 2**-9 * weight.abs().max(), name
 
 
-TENSORWISE, ROWWISE = "trainer.float8=tensorwise", "trainer.float8=rowwise"
+TENSORWISE = "trainer.float8=tensorwise"
 # Sums in another order change a value by 1e-7, which moves about one value in a million to the next float8 number. That
 # changes gradients by up to an eighth of the error of float8 itself, here measured as a run's distance from fp32.
 SHARE = 0.3
 # In bf16 the results of matmuls are rounded before their sum over ranks, so more values move. The runs' float8 errors
 # are then independent. The runs differ by at most sqrt(2) times one of them.
 FLOAT8_BF16, INDEPENDENT = "trainer.precision=bf16", 2**0.5
-ELEMENTWISE = [table.TP2, table.ELEMENTWISE]
-FLOAT8_LAYOUTS: list[tuple[str, int, list[str], list[str]]] = [
-    ("tensorwise, tp2+sp", 2, [TENSORWISE, table.TP2], []),
-    ("rowwise, tp2, full recompute", 2, [ROWWISE, table.TP2, table.NO_SP, table.FULL], []),
-    ("rowwise, tp2·pp2+sp, tied", 4, [ROWWISE, table.TP2, table.PP2], [table.TIED]),
-    ("tensorwise, pp2·dp2, zero 3", 4, [TENSORWISE, table.PP2, table.ZERO3], []),
-    ("tensorwise, pp2·vpp2", 2, [TENSORWISE, table.PP2, table.VPP2], []),
-    ("rowwise, dp2, zero 1", 2, [ROWWISE, table.ZERO1], []),
-    ("rowwise, tp2+sp", 2, [ROWWISE, table.TP2], []),
-    ("tensorwise, tp2, full recompute", 2, [TENSORWISE, table.TP2, table.NO_SP, table.FULL], []),
-    ("rowwise, pp2·dp2, zero 3", 4, [ROWWISE, table.PP2, table.ZERO3], []),
-    ("rowwise, pp2·vpp2", 2, [ROWWISE, table.PP2, table.VPP2], []),
-    ("tensorwise, tp2·dp2+sp, zero 2, tied", 4, [TENSORWISE, table.TP2, table.ZERO2], [table.TIED]),
-    ("rowwise, cp2", 2, [ROWWISE, table.CP], []),
-    ("tensorwise, cp2·tp2+sp", 4, [TENSORWISE, table.CP, table.TP2], []),
-    ("tensorwise, cp2, ulysses", 2, [TENSORWISE, table.CP, table.ULYSSES], []),
-    ("rowwise, micro batches of 4", 1, [ROWWISE, "trainer.micro_batch_size=4"], []),
-    ("tensorwise, compiled", 1, [TENSORWISE, *table.COMPILED], table.WIDE),
-    ("rowwise, tp2+sp, compiled", 2, [ROWWISE, table.TP2, *table.COMPILED], table.WIDE),
-    ("tensorwise, tp2+sp, elementwise recompute, compiled", 2, [TENSORWISE, *ELEMENTWISE, *table.COMPILED], table.WIDE),
-    ("tensorwise, cp2, compiled", 2, [TENSORWISE, table.CP, *table.COMPILED], table.WIDE),
-]
+FLOAT8_LAYOUTS, STARS = table.read_rows("float8.txt")
 IN_BF16: dict[str, tuple[int, list[str]]] = {
     "tensorwise, tp2+sp": (2, [TENSORWISE, table.TP2]),
-    "rowwise, pp2·dp2, zero 1": (4, [ROWWISE, table.PP2, table.ZERO1]),
+    "rowwise, pp2·dp2, zero 1": (4, ["trainer.float8=rowwise", table.PP2, table.ZERO1]),
 }
-FLOAT8_QUICK = {
-    "rowwise, tp2, full recompute",
-    "tensorwise, pp2·dp2, zero 3",
-}
+FLOAT8_QUICK = {row[0] for row, star in zip(FLOAT8_LAYOUTS, STARS, strict=True) if star}
 
 
 def first_gradients(ranks: int, layout: list[str], model: list[str], **options: object) -> tuple[float, float]:

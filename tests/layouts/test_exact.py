@@ -91,10 +91,7 @@ def test_results_equal_the_usual_ones_within_rounding() -> None:
 
 @pytest.mark.parametrize(
     ("tamper", "layout"),
-    [
-        (tampers.other_order_of_blocks, "trainer.tp=2"),
-        (tampers.gradients_in_fp32, "trainer.zero=1"),
-    ],
+    [(tampers.other_order_of_blocks, "trainer.tp=2"), (tampers.gradients_in_fp32, "trainer.zero=1")],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_sums_in_another_order_and_rounded_sums_are_detected(tamper: Tamper, layout: str) -> None:
