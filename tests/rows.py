@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterable
 from dataclasses import fields
+from pathlib import Path
+from string import Template
 from typing import Any
 
 import pytest
@@ -17,9 +20,40 @@ def rows(table: Iterable[tuple[str, Any]], quick: Container[str]) -> list[Parame
     return [pytest.param(*values, id=name, marks=[] if name in quick else [pytest.mark.slow]) for name, values in table]
 
 
+def read_table(file: str, section: str = "") -> tuple[dict[str, tuple[int, str]], set[str]]:
+    """Return the rows in ``layouts.txt`` next to a file, ``NAME: NUMBER SETTINGS``, and the names of rows with a star.
+
+    A line ``NAME = TEXT`` defines ``$NAME`` for the lines below it. A section begins with a line ``[SECTION]``.
+    """
+    defined: dict[str, str] = {}
+    table: dict[str, tuple[int, str]] = {}
+    text = Path(file).with_name("layouts.txt").read_text(encoding="utf-8")
+    head, *parts = re.split(r"^\[(.*)\]\n", text, flags=re.MULTILINE)
+    lines = (head + dict(zip(parts[::2], parts[1::2], strict=True)).get(section, "")).splitlines()
+    lines = [line for line in lines if line and not line.startswith("#")]
+    for line in lines:
+        name, equals, text = line.partition(" = ")
+        if equals:
+            defined[name] = Template(text).substitute(defined)
+        else:
+            name, _, row = line.removeprefix("* ").partition(": ")
+            number, _, settings = Template(row).substitute(defined).partition(" ")
+            table[name] = int(number), settings
+    return table, {line[2:].partition(": ")[0] for line in lines if line.startswith("* ")}
+
+
+def read_layouts(file: str, section: str = "") -> tuple[dict[str, tuple[int, list[str]]], set[str]]:
+    """Return a table of ``layouts.txt`` as ranks and overrides by name, and the names of rows with a star."""
+    table, stars = read_table(file, section)
+    return {name: (ranks, overrides(settings)) for name, (ranks, settings) in table.items()}, stars
+
+
 TRAINER = {field.name for field in fields(TrainerConfig)}
 
 
 def overrides(text: str) -> list[str]:
     """Split settings of a table: ``tp=2 optim.lr=1`` is ``trainer.tp=2`` and ``optim.lr=1``."""
-    return [f"trainer.{word}" if word.partition("=")[0] in TRAINER else word for word in text.split()]
+    words = re.findall(r"(?:\{.*?\}|\S)+", text)
+    words = re.findall(r"(?:\{.*?\}|\S)+", text)
+    words = re.findall(r"(?:\{.*?\}|\S)+", text)
+    return [f"trainer.{word}" if word.partition("=")[0] in TRAINER else word for word in words]

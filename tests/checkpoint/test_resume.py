@@ -17,10 +17,9 @@ from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import NAME, _checksum, read_manifest
 from tests.checkpoint.runner import Run, Tensors, assert_same, run
 from tests.ranks import RankFailed, run_ranks
-from tests.rows import rows
+from tests.rows import read_layouts, rows
 
 ONE_BIT = ["optim.name=onebit_adam", "trainer.zero=0", "optim.freeze_step=2"]
-DROPPING = "trainer.random_ltd={min_value: 4, require_steps: 5, seq_per_step: 4}"
 ADAM = ["optim.lr=0.01", "optim.warmup_steps=2", "trainer.steps=8"]
 SR, FP32, NO_SAVE = "trainer.precision=bf16_sr", "trainer.precision=fp32", "checkpoint.save_last=false"
 
@@ -29,22 +28,8 @@ def _seed(checkpointer: Checkpointer) -> None:
     torch.manual_seed(77 + checkpointer.topology.rank)
 
 
-LAYOUTS = {
-    "one": (1, []),
-    "tp2pp2": (4, ["trainer.tp=2", "trainer.pp=2"]),
-    "dp2zero3": (2, ["trainer.zero=3"]),
-    "sgd": (1, ["optim.name=sgd"]),
-    "1-bit Adam, signs": (2, ONE_BIT),
-    "muon": (2, ["optim.name=muon", "trainer.tp=2"]),
-    "dp2, sent in int8": (2, ["trainer.zero=3", "trainer.grad_reduce=int8", "trainer.param_gather=int8"]),
-    "bf16_sr": (1, [SR]),  # the noise of a step is the step's
-    "bf16_sr, dp2zero3": (2, [SR, "trainer.zero=3"]),
-    "bf16_sr, sgd": (1, [SR, "optim.name=sgd"]),  # its update count is only used for the noise
-    "fp32_OptStates": (1, ["trainer.precision=fp32_OptStates"]),
-    "fp32_ZeroOptMaster": (1, ["trainer.precision=fp32_ZeroOptMaster"]),
-    "8-bit states": (2, ["optim.state_bits=8", "model.hidden_size=64", "trainer.tp=2"]),
-    "random-LTD, documents": (1, [DROPPING, "data.document_mask=true"]),
-}
+LAYOUTS, QUICK = read_layouts(__file__, "resume")
+STORED_LAYOUTS, _ = read_layouts(__file__, "stored")
 
 
 @pytest.fixture(params=["disk", pytest.param("store", marks=pytest.mark.slow)])
@@ -57,10 +42,7 @@ def checkpoint_dir(url: str) -> list[str]:
     return [f"checkpoint.dir={url}"] if url else []
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    rows(LAYOUTS.items(), {"dp2zero3", "1-bit Adam, signs", "fp32_OptStates", "random-LTD, documents"}),
-)
+@pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), QUICK))
 def test_losses_after_a_resume_are_the_uninterrupted_runs(
     ranks: int, layout: list[str], url: str, tmp_path: Path
 ) -> None:
@@ -180,23 +162,6 @@ def test_the_weights_of_a_folder_are_rounded_to_nearest(tmp_path: Path) -> None:
     assert_same_weights(rounded, {name: t.bfloat16().float() for name, t in weights.items() if "/" not in name})
 
 
-# name: ranks, overrides. All can hold each of the models below.
-STORED_LAYOUTS = {
-    "one": (1, []),
-    "tp2": (2, ["trainer.tp=2"]),
-    "pp2": (2, ["trainer.pp=2"]),
-    "pp2, uneven": (2, ["trainer.pp=2", "trainer.pipeline_layers=[3,1]"]),
-    "vpp": (2, ["trainer.pp=2", "trainer.vpp=2"]),
-    "dp2, zero 0": (2, ["trainer.zero=0"]),
-    "dp2, zero 1": (2, ["trainer.zero=1"]),
-    "dp2, zero 2": (2, ["trainer.zero=2"]),
-    "dp2, zero 3": (2, ["trainer.zero=3"]),
-    "tp2·pp2": (4, ["trainer.tp=2", "trainer.pp=2"]),
-    "tp4, kv heads < tp": (4, ["trainer.tp=4"]),
-    "dp4, hybrid": (4, ["trainer.zero=3", "trainer.shard_group=2"]),
-    "cp2·dp2, zero 3": (4, ["trainer.cp=2", "trainer.zero=3"]),
-    "tp2·dp2, zero 3": (4, ["trainer.tp=2", "trainer.zero=3"]),
-}
 MODELS = {"odd vocabulary": ["model.vocab_size=61"], "tied": ["model.tie_word_embeddings=true"]}
 NAMES = list(STORED_LAYOUTS)
 # The stored content does not depend on the layout: it is enough that each layout writes and each layout reads.

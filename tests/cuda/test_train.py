@@ -67,9 +67,7 @@ def test_layout(runtime: Runtime, tmp_path: Path, ranks: int, layout: list[str],
     check(runtime, tmp_path, ranks, [*layout, *model], WAITS_OF_A_STEP + (OFFLOAD in layout) + reads_logits)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "settings"), [row[1:] for row in rows.SETTINGS], ids=[row[0] for row in rows.SETTINGS]
-)
+@pytest.mark.parametrize(("ranks", "settings"), rows.SETTINGS.values(), ids=rows.SETTINGS)
 def test_setting(runtime: Runtime, tmp_path: Path, ranks: int, settings: list[str]) -> None:
     check(runtime, tmp_path, ranks, settings)
 

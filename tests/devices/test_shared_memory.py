@@ -30,7 +30,7 @@ from megatron_llama.topology import Grid, Topology
 from tests.devices.helpers import FAKES
 from tests.oracle import CPU, TOLERANCE, oracle, run_layout, worst
 from tests.ranks import RankFailed, run_ranks
-from tests.rows import rows
+from tests.rows import read_layouts, rows
 
 SLOT = 240
 """Bytes: divisible by the sizes of all dtypes and by 3 ranks, so that a test's tensors need several messages."""
@@ -243,18 +243,7 @@ def test_two_ranks(work: Callable[[int], None]) -> None:
     run_ranks(work, 2, timeout=60)
 
 
-SIX, EIGHT = "model.num_hidden_layers=6", "model.num_hidden_layers=8"
-LAYOUTS = [
-    ("pp2", 2, ["trainer.pp=2"], []),
-    ("pp2, uneven", 2, ["trainer.pp=2", "trainer.pipeline_layers=[3,1]"], []),
-    ("pp3, uneven", 3, ["trainer.pp=3", "trainer.pipeline_layers=[2,1,3]"], [SIX]),
-    ("pp4", 4, ["trainer.pp=4"], []),
-    ("pp4, uneven", 4, ["trainer.pp=4", "trainer.pipeline_layers=[2,1,2,1]"], [SIX]),
-    ("pp2·dp2, zero 3, tied", 4, ["trainer.pp=2", "trainer.zero=3"], ["model.tie_word_embeddings=true"]),
-    ("tp2·pp2+sp", 4, ["trainer.tp=2", "trainer.pp=2"], []),
-    ("pp2·vpp2", 2, ["trainer.pp=2", "trainer.vpp=2"], []),
-    ("pp4·vpp2", 4, ["trainer.pp=4", "trainer.vpp=2"], [EIGHT]),
-]
+LAYOUTS, QUICK = read_layouts(__file__)
 train_rank = tests.oracle.train_rank
 
 
@@ -278,15 +267,10 @@ def join_without_point_to_point(rank: int, folder: str) -> None:
     dist.init_process_group("neuron", store=store, rank=rank, world_size=world)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout", "model"),
-    rows(((case[0], case[1:]) for case in LAYOUTS), {"pp2·dp2, zero 3, tied", "pp3, uneven", "pp2·vpp2"}),
-)
-def test_the_same_bits(
-    ranks: int, layout: list[str], model: list[str], log: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("ranks", "settings"), rows(LAYOUTS.items(), QUICK))
+def test_the_same_bits(ranks: int, settings: list[str], log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_MOST_RANKS", 1)  # the stand-in's sums are gloo's
-    sent = run_layout(ranks, *layout, *model)
+    sent = run_layout(ranks, *settings)
     assert not log.exists()
     with tempfile.TemporaryDirectory() as folder:
 
@@ -296,7 +280,7 @@ def test_the_same_bits(
 
         monkeypatch.setattr(cpu.Cpu, "pipeline_transfers", lambda self, topology: transfers_context(topology, CPU))
         monkeypatch.setattr(tests.oracle, "train_rank", train_without)
-        reduced = run_layout(ranks, *layout, *model)
+        reduced = run_layout(ranks, *settings)
         monkeypatch.setattr(tests.oracle, "train_rank", train_rank)
     events = Counter(log.read_text().splitlines())
     assert any("by all-reduce" in event for event in events), "nothing went through the pairs"
@@ -304,7 +288,7 @@ def test_the_same_bits(
     assert set(worst(reduced, sent).values()) == {0.0}
     for name, weight in sent.weights.items():
         assert torch.equal(weight.view(torch.int32), reduced.weights[name].view(torch.int32)), name
-    differences = worst(reduced, oracle(*model))
+    differences = worst(reduced, oracle(*(setting for setting in settings if setting.startswith("model."))))
     assert all(difference <= TOLERANCE for difference in differences.values()), differences
 
 

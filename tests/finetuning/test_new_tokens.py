@@ -29,7 +29,6 @@ from tests.finetuning.runner import (
     GROWN,
     IN_FULL,
     LORA,
-    MICRO_1,
     NEW,
     OLD,
     PLAIN,
@@ -50,7 +49,7 @@ from tests.oracle import distance
 from tests.paths import CONF, ROOT
 from tests.processes import Launcher
 from tests.ranks import RankFailed, run_ranks
-from tests.rows import rows
+from tests.rows import read_layouts, rows
 from tests.tools.inference.models import CPU, command, generate, make_folder, train_sentencepiece, write_tokenizer
 
 
@@ -65,15 +64,7 @@ def bases(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, 
     return {tied: make_bases(tmp_path_factory.mktemp("new_tokens"), tied) for tied in (False, True)}
 
 
-LAYOUTS = {
-    "one process": (1, []),
-    "tp2, padded": (2, ["trainer.tp=2"]),
-    "pp2": (2, ["trainer.pp=2"]),
-    "zero 3": (2, ["trainer.zero=3", MICRO_1]),
-    "cp2": (2, ["trainer.cp=2"]),
-    "tp2·pp2, zero 3": (8, ["trainer.tp=2", "trainer.pp=2", "trainer.zero=3", MICRO_1]),
-}
-QUICK = {"tp2, padded", "pp2", "zero 3", "cp2"}
+LAYOUTS, QUICK = read_layouts(__file__, "new tokens")
 
 
 @pytest.fixture(scope="module")
@@ -100,30 +91,17 @@ def test_training_equals_a_resized_model(
     assert_near(resumed, theirs)
 
 
-ADAPTED = {
-    "one process": (1, [], IN_FULL),
-    "tp2, padded": (2, ["trainer.tp=2"], IN_FULL),
-    "pp2": (2, ["trainer.pp=2"], IN_FULL),
-    "zero 3": (2, ["trainer.zero=3", MICRO_1], IN_FULL),
-    "rows, one process": (1, [], BY_ROWS),
-    "rows, tp2": (2, ["trainer.tp=2", "trainer.sp=false"], BY_ROWS),
-    "rows, tp2·pp2+sp": (4, ["trainer.tp=2", "trainer.pp=2"], BY_ROWS),
-    "rows, zero 3": (2, ["trainer.zero=3", MICRO_1], BY_ROWS),
-    "rows, pp2, zero 3": (4, ["trainer.pp=2", "trainer.zero=3", MICRO_1], BY_ROWS),
-    "rows, cp2, tp2+sp": (4, ["trainer.cp=2", "trainer.tp=2"], BY_ROWS),
-}
+ADAPTED, QUICK_ADAPTED = read_layouts(__file__, "adapters of new tokens")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout", "kind"), rows(ADAPTED.items(), {"tp2, padded", "pp2", "rows, tp2·pp2+sp", "rows, zero 3"})
-)
+@pytest.mark.parametrize("name", rows([(name, [name]) for name in ADAPTED], QUICK_ADAPTED))
 def test_adapters_with_new_tokens_are_exchanged_with_peft(
-    ranks: int, layout: list[str], kind: dict[bool, list[str]], bases: dict[bool, tuple[Path, Path]], tied: bool,
-    tmp_path: Path,
-) -> None:  # fmt: skip
+    name: str, bases: dict[bool, tuple[Path, Path]], tied: bool, tmp_path: Path
+) -> None:
     """peft's adapter with grown modules_to_save trains as in peft; peft reads ours, which starts a run again."""
     import peft
 
+    (ranks, layout), kind = ADAPTED[name], BY_ROWS if name.startswith("rows") else IN_FULL
     (base, grown), adapter = bases[tied], tmp_path / "adapter"
     model = [f"init_from={base}", *GROWN, *([TIED] if tied else [])]
     plan = make_plan(1, tmp_path, *LORA, *kind[tied], *model)
@@ -220,10 +198,7 @@ BAD = {
         ["data.tokenizer=BASE", 'data.add_tokens=["<|end|>","cat"," ","x"]', 'data.add_special_tokens=["x"]'],
         r"data.add_tokens = .* rule a token is empty; \[x\] occur twice; the tokenizer has <\|end\|> \(id 0\), cat",
     ),
-    "no tokenizer": (
-        ['data.add_special_tokens=["x"]'],
-        r"data.add_special_tokens.*data.tokenizer=FOLDER",
-    ),
+    "no tokenizer": (['data.add_special_tokens=["x"]'], r"data.add_special_tokens.*data.tokenizer=FOLDER"),
     "sentencepiece": (["data.tokenizer=SPM", 'data.add_tokens=["x"]'], r"only a tokenizer.json can .* is another kind"),
     "no file": (["data.tokenizer=EMPTY", 'data.add_tokens=["x"]'], r"only a tokenizer.json can .* does not exist"),
     "other tokens": (["data.tokenizer=BASE", PLAIN, "data=DATA"], r"the dataset has the new tokens \[<\|call\|>\]"),

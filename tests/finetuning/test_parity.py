@@ -28,7 +28,7 @@ from tests.finetuning.runner import (
 )
 from tests.oracle import distance
 from tests.ranks import run_ranks
-from tests.rows import rows
+from tests.rows import read_layouts, rows
 
 LAYOUTS = {
     "one process": (1, []),
@@ -97,31 +97,10 @@ def test_noise_of_neftune_is_uniform() -> None:
     assert noise.mean(dim=(0, 2)).abs().max() < 0.01 and (noise[:, 0] * noise[:, 1]).mean().abs() < 0.01
 
 
-# Layouts, and models if there is a setting of the model, compared with one process.
-HARDER = {
-    "tp4, shared kv heads": (4, ["trainer.tp=4", "trainer.sp=false"]),
-    "tp4+sp, shared kv heads": (4, ["trainer.tp=4"]),
-    "tp2·pp2+sp": (4, ["trainer.tp=2", "trainer.pp=2"]),
-    "dp8, rank below dp": (8, ["trainer.zero=3", "trainer.global_batch_size=8", MICRO_1]),
-    "cp2·tp2+sp": (4, ["trainer.cp=2", "trainer.tp=2"]),
-    "cp2·dp2, ulysses, zero 3, recompute": (
-        4,
-        ["trainer.cp=2", "trainer.cp_comm=ulysses", "trainer.zero=3", "trainer.recompute=full", MICRO_1],
-    ),
-    "tp2·dp2, mlp chunks": (4, ["trainer.tp=2", "trainer.zero=3", "trainer.mlp_chunks=3", MICRO_1]),
-    "tp2·dp2, recompute": (4, ["trainer.tp=2", "trainer.zero=3", "trainer.recompute=full", MICRO_1]),
-    "pp2·vpp2": (2, ["model.num_hidden_layers=4", "trainer.pp=2", "trainer.vpp=2"]),
-    # Both stages have the table, and none trains it.
-    "tied, pp2": (2, ["model.tie_word_embeddings=true", "trainer.pp=2"]),
-    "qwen2, tp2+sp": (2, ["model.model_type=qwen2", "trainer.tp=2"]),
-    "qwen3, tp2": (2, ["model.model_type=qwen3", "trainer.tp=2", "trainer.sp=false"]),
-    "olmo2, tp2+sp": (2, ["model.model_type=olmo2", "trainer.tp=2"]),
-}
+HARDER, QUICK = read_layouts(__file__, "harder")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "settings"), rows(HARDER.items(), {"tp4, shared kv heads", "pp2·vpp2", "tied, pp2", "olmo2, tp2+sp"})
-)
+@pytest.mark.parametrize(("ranks", "settings"), rows(HARDER.items(), QUICK))
 def test_lora_in_harder_layouts(ranks: int, settings: list[str], world: World, tmp_path: Path) -> None:
     alone = [setting for setting in settings if "model." in setting or "batch" in setting]
     start = LORA if any("model." in setting for setting in settings) else world.lora
@@ -134,46 +113,29 @@ def test_lora_in_harder_layouts(ranks: int, settings: list[str], world: World, t
 
 
 TP2 = ["trainer.tp=2"]
-TP2_PP2 = [*TP2, "trainer.pp=2"]
-DORA = (*LORA, "finetune.use_dora=true")
-RSLORA = (*RANK, "finetune.use_rslora=true", "finetune.lora_alpha=6")
 # Embedding, head and every norm train too.
 MODULES = (
     *RANK,
     "finetune.modules_to_save=[embed_tokens,lm_head,norm]",
     "finetune.lora_target_modules=[v_proj,up_proj]",
 )
-ADAPTED_BIASES = (*BIASES[:-1], "finetune.bias=lora_only", "finetune.layers_to_transform=[0]")
-ADAPTERS = {
-    "patterns, one process": (PATTERNS, 1, []),
-    "patterns, tp2+sp": (PATTERNS, 2, TP2),
-    "patterns, tp4, shared kv heads": (PATTERNS, 4, ["trainer.tp=4", "trainer.sp=false"]),
-    "patterns, pp2": (PATTERNS, 2, ["trainer.pp=2"]),
-    "patterns, zero 3": (PATTERNS, 2, ["trainer.zero=3", MICRO_1]),
-    "patterns, cp2": (PATTERNS, 2, ["trainer.cp=2"]),
-    "patterns and dora, tp2+sp": ((*PATTERNS, "finetune.use_dora=true"), 2, TP2),
-    "one layer, pp2": (LAYER_1, 2, ["trainer.pp=2"]),
-    "all biases, tp2+sp": (BIASES, 2, TP2),
-    "biases of one layer, tp2·dp2, zero 3": (ADAPTED_BIASES, 4, [*TP2, "trainer.zero=3", MICRO_1]),
-    "whole modules, tp2·pp2": (MODULES, 4, TP2_PP2),
-    "rank-stabilized, one process": (RSLORA, 1, []),
-    "rank-stabilized, tp2+sp": (RSLORA, 2, TP2),
-    "dora, one process": (DORA, 1, []),
-    "dora, tp2+sp": (DORA, 2, TP2),
-    "dora, tp2·dp2, zero 3, recompute": (DORA, 4, [*TP2, "trainer.zero=3", "trainer.recompute=full", MICRO_1]),
-    "dora, tp4, shared kv heads": (DORA, 4, ["trainer.tp=4", "trainer.sp=false"]),
+KINDS = {
+    "patterns": PATTERNS,
+    "patterns and dora": (*PATTERNS, "finetune.use_dora=true"),
+    "one layer": LAYER_1,
+    "all biases": BIASES,
+    "biases of one layer": (*BIASES[:-1], "finetune.bias=lora_only", "finetune.layers_to_transform=[0]"),
+    "whole modules": MODULES,
+    "rank-stabilized": (*RANK, "finetune.use_rslora=true", "finetune.lora_alpha=6"),
+    "dora": (*LORA, "finetune.use_dora=true"),
 }
+ADAPTERS, QUICK = read_layouts(__file__, "adapters")
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks", "layout"),
-    rows(
-        ADAPTERS.items(),
-        {"patterns, tp2+sp", "one layer, pp2", "whole modules, tp2·pp2", "rank-stabilized, tp2+sp", "dora, tp2+sp"},
-    ),
-)
-def test_other_adapters(kind: tuple[str, ...], ranks: int, layout: list[str], world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", rows([(name, [name]) for name in ADAPTERS], QUICK))
+def test_other_adapters(name: str, world: World, tmp_path: Path) -> None:
     """An adapter of peft sets its kind; DoRA's magnitudes are not the norms of the base."""
+    kind, (ranks, layout) = KINDS[name.partition(", ")[0]], ADAPTERS[name]
     plan, adapter = make_plan(1, tmp_path, *kind), tmp_path / "adapter"
     model = [setting for setting in kind if "model." in setting]
     base = tmp_path / "base" if model else world.base
@@ -185,9 +147,9 @@ def test_other_adapters(kind: tuple[str, ...], ranks: int, layout: list[str], wo
     expected = plan.config.finetune
     actual = make_plan(1, tmp_path, *chosen).config.finetune
     names = "use_rslora", "use_dora", "bias", "rank_pattern", "alpha_pattern", "exclude_modules", "layers_to_transform"
-    assert all(getattr(actual, name) == getattr(expected, name) for name in names)
-    adapted = sum(name.endswith("lora_A.weight") for name in theirs.trained)
-    assert sum("magnitude" in name for name in ours.trained) == (adapted if expected.use_dora else 0)
+    assert all(getattr(actual, each) == getattr(expected, each) for each in names)
+    adapted = sum(each.endswith("lora_A.weight") for each in theirs.trained)
+    assert sum("magnitude" in each for each in ours.trained) == (adapted if expected.use_dora else 0)
     if expected.modules_to_save:
         assert {"model.layers.1.input_layernorm.weight", "lm_head.weight"} <= theirs.trained.keys()
 

@@ -22,7 +22,7 @@ from tests.data.files import write_indexed
 from tests.finetuning.runner import LORA, MICRO_1, TOLERANCE, Tuned, World, make_plan, their_base, train_theirs, tune
 from tests.oracle import distance
 from tests.ranks import RankFailed, run_ranks
-from tests.rows import rows
+from tests.rows import read_layouts, rows
 
 LENGTH, STEPS = 64, 4
 Pair = tuple[tuple[list[int], list[int]], tuple[list[int], list[int]]]
@@ -149,29 +149,7 @@ def assert_near(ours: Tuned, other: Tuned) -> None:
 
 
 KTO, ULYSSES = "finetune.objective=kto", "trainer.cp_comm=ulysses"
-LAYOUTS = {
-    "one process": (1, []),
-    # Without a larger eps, Adam amplifies the oracle's rounding errors to 2.6e-5 of an fp64 run.
-    "ipo": (1, ["finetune.loss_type=ipo", "optim.eps=1e-5"]),
-    "hinge": (1, ["finetune.loss_type=hinge"]),
-    "orpo": (1, ["finetune.objective=orpo"]),
-    "orpo, packed, cp2·tp2+sp": (4, ["finetune.objective=orpo", "data.pack=true", "trainer.cp=2", "trainer.tp=2"]),
-    "smoothing": (1, ["finetune.label_smoothing=0.2"]),
-    "packed, tp2+sp": (2, ["data.pack=true", "trainer.tp=2"]),
-    "pp2": (2, ["trainer.pp=2"]),
-    "zero 3": (2, ["trainer.zero=3", MICRO_1]),
-    "packed, cp2": (2, ["data.pack=true", "trainer.cp=2"]),
-    "ipo, cp2·tp2+sp": (4, ["finetune.loss_type=ipo", "optim.eps=1e-5", "trainer.cp=2", "trainer.tp=2"]),
-    "compiled": (1, ["trainer.compile=true"]),
-    "kto": (1, [KTO, "finetune.undesirable_weight=1.5"]),
-    "kto, packed, tp2+sp": (2, [KTO, "data.pack=true", "trainer.tp=2"]),
-    "kto, pp2": (2, [KTO, "trainer.pp=2"]),
-    "kto, zero 3": (2, [KTO, "trainer.zero=3", MICRO_1]),
-    "kto, packed, cp2·tp2+sp": (4, [KTO, "data.pack=true", "trainer.cp=2", "trainer.tp=2"]),
-}
-
-
-QUICK = {"packed, tp2+sp", "ipo, cp2·tp2+sp", "orpo", "kto, packed, tp2+sp"}
+LAYOUTS, QUICK = read_layouts(__file__, "preference")
 
 
 @pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), QUICK))

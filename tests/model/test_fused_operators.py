@@ -21,9 +21,9 @@ from megatron_llama.model.rms_norm import RMSNorm, normalize
 from megatron_llama.model.rotary import rotate
 from megatron_llama.parallel import ParallelModel
 from tests.compiled import SECONDS, needs_compiler
-from tests.layouts.table import DROPPING
 from tests.oracle import oracle, run_layout, worst
 from tests.ranks import run_ranks
+from tests.rows import read_layouts
 
 PLAIN = FusedOperators(normalize, rotate, swiglu)
 LENGTHS = (48, 32, 100)
@@ -53,17 +53,7 @@ def replace_operators(model: ParallelModel) -> None:
             module.activation = operators.activation
 
 
-ROWS: dict[str, tuple[int, list[str]]] = {
-    "one rank": (1, []),
-    "bf16": (1, ["trainer.precision=bf16"]),
-    "tp2+sp, elementwise": (2, ["trainer.tp=2", "trainer.recompute=elementwise"]),
-    "selective": (1, ["trainer.recompute=selective"]),
-    "full, chunks": (1, ["trainer.recompute=full", "trainer.mlp_chunks=2"]),
-    "zero 3, qwen3": (2, ["trainer.zero=3", "model.model_type=qwen3"]),
-    "olmo2": (1, ["model.model_type=olmo2"]),
-    "random-LTD": (1, [DROPPING]),
-    "offload": (1, ["trainer.offload=[activations]"]),
-}
+ROWS, _ = read_layouts(__file__)
 
 
 @pytest.mark.parametrize(("ranks", "overrides"), ROWS.values(), ids=ROWS)

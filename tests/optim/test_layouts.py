@@ -7,30 +7,9 @@ import torch
 
 from tests.optim.given_gradients import updated, updated_alone
 from tests.oracle import make_plan
-from tests.rows import rows
+from tests.rows import read_layouts, rows
 
-LAYOUTS: dict[str, tuple[int, list[str]]] = {
-    "tp2": (2, ["trainer.tp=2"]),
-    "tp4, kv heads < tp": (4, ["trainer.tp=4"]),
-    "pp2": (2, ["trainer.pp=2"]),
-    "tp2·pp2": (4, ["trainer.tp=2", "trainer.pp=2"]),
-    "dp2, zero 0": (2, ["trainer.zero=0"]),
-    "dp2, zero 1": (2, ["trainer.zero=1"]),
-    "dp2, zero 2": (2, ["trainer.zero=2"]),
-    "dp2, zero 3": (2, ["trainer.zero=3"]),
-    "dp4, hybrid, zero 3": (4, ["trainer.zero=3", "trainer.shard_group=2", "trainer.micro_batch_size=1"]),
-    "tp2·dp2, zero 2": (4, ["trainer.tp=2", "trainer.zero=2"]),
-    "pp2·vpp2·dp2, zero 1": (4, ["trainer.pp=2", "trainer.vpp=2", "trainer.zero=1"]),
-    "pp2·vpp2·dp2, zero 2": (4, ["trainer.pp=2", "trainer.vpp=2", "trainer.zero=2"]),
-    "cp2·tp2, zero 3": (4, ["trainer.cp=2", "trainer.tp=2", "trainer.zero=3"]),
-}
-QUICK = {
-    "tp2",
-    "dp2, zero 3",
-    "dp4, hybrid, zero 3",
-    "tp2·dp2, zero 2",
-    "pp2·vpp2·dp2, zero 2",
-}
+LAYOUTS, QUICK = read_layouts(__file__)
 ROUNDED = ("trainer.precision=bf16_sr", "model.vocab_size=61")
 OPTIMIZERS = {
     "bf16_sr": ROUNDED,

@@ -158,8 +158,7 @@ def chi_square(cells: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    "value",
-    [1.0001, -1.0001, 0.02, 3.14159, 1e-4, -2.5e30, 1.9999, 1e-40, -1e-45, bits(0x3F80FFFF), bits(0x3F7F8001)],
+    "value", [1.0001, -1.0001, 0.02, 3.14159, 1e-4, -2.5e30, 1.9999, 1e-40, -1e-45, bits(0x3F80FFFF), bits(0x3F7F8001)]
 )
 def test_the_mean_over_all_noises_is_the_value(value: float) -> None:
     exact = torch.tensor(value)

@@ -35,10 +35,7 @@ CASES = {
     "adam": (*COMMON, "optim.name=adam", "optim.weight_decay=0.05", "optim.betas=[0.8,0.99]", "optim.eps=1e-4"),
     "sgd": (*COMMON, "optim.name=sgd", "optim.lr=0.3", "optim.betas=[0.7,0]"),
 }
-SHARDED = {
-    "tp2·dp2, zero 1": (4, ("trainer.tp=2", "trainer.zero=1")),
-    "dp2, zero 1": (2, ("trainer.zero=1",)),
-}
+SHARDED = {"tp2·dp2, zero 1": (4, ("trainer.tp=2", "trainer.zero=1")), "dp2, zero 1": (2, ("trainer.zero=1",))}
 
 
 class Plain(NamedTuple):

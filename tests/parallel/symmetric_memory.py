@@ -63,11 +63,7 @@ def symmetric_memory() -> None:
 
 
 def _gather_and_consume(
-    shard: Tensor,
-    consume: Callable[[Tensor, int], None],
-    out: Tensor,
-    group_name: str,
-    out_needed: bool = True,
+    shard: Tensor, consume: Callable[[Tensor, int], None], out: Tensor, group_name: str, out_needed: bool = True
 ) -> None:
     """Fills ``out`` with the shards of all ranks and hands each to ``consume``, this rank's first, as it comes."""
     group = dist.distributed_c10d._resolve_process_group(group_name)

@@ -24,31 +24,10 @@ from megatron_llama.tools.forecast.traffic import Traffic, comparison_of_copies,
 from megatron_llama.tools.measured_steps import TrafficCounter
 from tests.oracle import CPU, make_plan, rank_groups, rank_model
 from tests.ranks import run_ranks
-from tests.rows import rows
+from tests.rows import read_layouts, rows
 
-KV_COPIES = ["trainer.tp=4", "trainer.micro_batch_size=4"]
 TIED = "model.tie_word_embeddings=true"
-LORA = ["finetune.method=lora", "finetune.lora_rank=4", "finetune.lora_alpha=8"]
-NF4 = ["finetune.frozen_dtype=nf4", "model.hidden_size=128", "model.intermediate_size=128"]
-EIGHT_BITS = ["optim.state_bits=8", "model.hidden_size=64", "model.num_hidden_layers=2"]
-ONE_BIT = ["optim.name=onebit_adam", "optim.freeze_step=2", "trainer.zero=0"]
-LAYOUTS: dict[str, tuple[int, list[str]]] = {
-    "tp2+sp": (2, ["trainer.tp=2"]),
-    "tp4, kv heads < tp, bf16": (4, [*KV_COPIES, "trainer.precision=bf16_sr"]),
-    "dp2, zero 0, 8-bit states": (2, ["trainer.zero=0", *EIGHT_BITS]),
-    "pp2·dp2, zero 0, tied": (4, ["trainer.pp=2", "trainer.zero=0", TIED]),
-    "dp4, hybrid": (4, ["trainer.shard_group=2", "trainer.zero=2"]),
-    "tp2·dp2, zero 0, odd vocabulary": (4, ["trainer.tp=2", "trainer.zero=0", "model.vocab_size=61"]),
-    "tp2·dp2, zero 3, LoRA": (4, ["trainer.tp=2", "trainer.zero=3", *LORA]),
-    "dp2, zero 0, LoRA over nf4": (2, ["trainer.zero=0", *LORA, *NF4]),
-    "tp2, offloaded": (2, ["trainer.tp=2", "trainer.offload=[optimizer]"]),
-    "tp2·dp2, zero 0, muon": (4, ["trainer.tp=2", "trainer.zero=0", "optim.name=muon"]),
-    "dp2, 1-bit Adam": (2, ONE_BIT),
-}
-QUICK = {
-    "tp2+sp",
-    "pp2·dp2, zero 0, tied",
-}
+LAYOUTS, QUICK = read_layouts(__file__, "copies")
 FLIPS = 5
 
 

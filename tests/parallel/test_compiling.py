@@ -162,9 +162,7 @@ def _uncompiled(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Call
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "model"),
-    [([], PIECES), (["trainer.tp=2"], DROPPING)],
-    ids=["curriculum", "tp2+sp, random-LTD"],
+    ("layout", "model"), [([], PIECES), (["trainer.tp=2"], DROPPING)], ids=["curriculum", "tp2+sp, random-LTD"]
 )
 def test_a_length_that_is_planned_is_compiled_when_it_comes(cache: Path, layout: list[str], model: str) -> None:
     """Strict mode: each of the three steps has a different length, the third one after WARM_UP_BATCHES."""

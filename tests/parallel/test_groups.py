@@ -160,10 +160,7 @@ BOTH = ConfigError([problem("one"), problem("two")])
 ERRORS: dict[str, tuple[list[Exception | list[Problem] | None], Exception | None]] = {
     "none": ([None, [], None], None),
     "the lowest rank's": ([None, OSError("first"), ValueError("second")], OSError("first")),
-    "problems of all ranks, each once": (
-        [[problem("one")], ConfigError([problem("two"), problem("one")]), None],
-        BOTH,
-    ),
+    "problems of all ranks, each once": ([[problem("one")], ConfigError([problem("two"), problem("one")]), None], BOTH),
     "problems before others": ([OSError("other"), BOTH, None], BOTH),
 }
 """Errors of three ranks, and the error that all raise."""

@@ -14,6 +14,7 @@ from megatron_llama.config.precision import EXCHANGE_BLOCK, exchanged_bytes
 from megatron_llama.parallel.quantized_comm import FORMATS, GradientExchange, Hops, Int8, ReplicaAllReduce, WeightGather
 from tests.oracle import oracle, run_layout, worst
 from tests.ranks import run_ranks
+from tests.rows import read_layouts, rows
 
 SIZES = (700, 5, 256)  # of three tensors in a row: blocks that are not full, and one that is
 FP32 = np.finfo(np.float32).eps
@@ -136,35 +137,16 @@ def _same(actual: torch.Tensor, expected: np.ndarray) -> bool:
 
 # --- training -----------------------------------------------------------------------------------------------------
 
-BF16, INT8, GATHER = "trainer.grad_reduce=bf16", "trainer.grad_reduce=int8", "trainer.param_gather=int8"
-SECOND = "trainer.secondary_group=2"
 # Relative differences from one process after three steps, and how far the gradients of the first may be off for sure.
-LAYOUTS: dict[str, tuple[int, list[str], float, float]] = {
-    "dp2, zero 0, bf16": (2, ["trainer.zero=0", BF16], 0.01, 1e-4),
-    "dp2, zero 3, int8": (2, ["trainer.zero=3", INT8], 0.05, 1e-3),
-    "tp2·dp4, zero 2, two hops, int8": (
-        8,
-        ["trainer.tp=2", "trainer.zero=2", INT8, "trainer.reduce_group=2", "trainer.micro_batch_size=1"],
-        0.05,
-        1e-3,
-    ),
-    "dp4, hybrid, zero 2, int8": (4, ["trainer.zero=2", "trainer.shard_group=2", INT8], 0.05, 1e-3),
-    "tp2·dp2, no sp, zero 1, both int8": (4, ["trainer.tp=2", "trainer.sp=false", INT8, GATHER], 0.1, 1e-3),
-    "tp2·pp2·dp2+sp, zero 3, bf16": (8, ["trainer.tp=2", "trainer.pp=2", "trainer.zero=3", BF16], 0.01, 1e-4),
-    "dp4, zero 3, second copy": (4, ["trainer.zero=3", SECOND], 1e-5, 0),
-    "cp2·dp2, zero 2, int8": (4, ["trainer.cp=2", "trainer.zero=2", INT8], 0.05, 1e-3),
-    "cp2·dp2, zero 3, second copy": (4, ["trainer.cp=2", "trainer.zero=3", SECOND], 1e-5, 0),
-}
-QUICK = {
-    "dp2, zero 0, bf16",
-    "dp4, zero 3, second copy",
-}
+LAYOUTS, QUICK = read_layouts(__file__, "messages")
+BOUNDS = {"bf16": (0.01, 1e-4), "int8": (0.05, 1e-3), "both int8": (0.1, 1e-3), "second copy": (1e-5, 0)}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in LAYOUTS])
+@pytest.mark.parametrize("name", rows([(name, [name]) for name in LAYOUTS], QUICK))
 def test_training_is_off_by_what_is_sent_and_no_more(name: str) -> None:
     """``assemble`` checks that replicas are bit-identical."""
-    ranks, layout, most, least = LAYOUTS[name]
+    most, least = BOUNDS[name.rpartition(", ")[2]]
+    ranks, layout = LAYOUTS[name]
     actual = run_layout(ranks, *layout)
     differences = worst(actual, oracle())
     assert least <= differences["first_grads"] <= most and differences["losses"] <= most / 10

@@ -69,7 +69,7 @@ def test_one_per_stage_compiles_every_graph_of_a_run(job: Job) -> None:
     assert "Total graphs: 4\nTotal successful compilations: 4\nTotal failed compilations: 0\n" in output
     assert (report["world_size"], report["cache_misses"], report["total_graphs"]) == (8, 4, 4)
     assert {(graph["what"], tuple(graph["ranks"])) for graph in report["graphs"]} == {
-        *(("block", (0, 4)), ("loss", (4,)), ("gradient of the loss", (4,))),
+        *(("block", (0, 4)), ("loss", (4,)), ("gradient of the loss", (4,)))
     }
     assert os.listdir(job.folder / "ahead" / "run") == ["compile"], "files of the run are not changed"
     files = {path.name for path in (job.folder / "ahead" / "run" / "compile").iterdir()} - {".lock"}

@@ -85,8 +85,7 @@ def test_a_repetition_penalty_as_transformers_applies_it(folder: Path, greedy: l
 
 
 @pytest.mark.parametrize(
-    ("model_type", "layout"),
-    [("qwen2", {"tp": 2}), ("qwen3", {"tp": 4}), ("qwen3", {"cp": 2}), ("olmo2", {"tp": 4})],
+    ("model_type", "layout"), [("qwen2", {"tp": 2}), ("qwen3", {"tp": 4}), ("qwen3", {"cp": 2}), ("olmo2", {"tp": 4})]
 )
 def test_other_types_as_transformers_generates(
     model_type: str, layout: dict[str, int], tmp_path: Path, greedy: list[list[int]]

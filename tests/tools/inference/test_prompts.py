@@ -137,11 +137,7 @@ def test_a_training_template_is_the_exported_one(folders: Path, tmp_path: Path) 
         (one_template, folders / "plain", None),
         (two[:1], other, None),
         (one_template, other, "was rendered with another chat template than that in"),
-        (
-            two,
-            folders / "plain",
-            "another chat template than .*plain/set_sft; an export has only one",
-        ),
+        (two, folders / "plain", "another chat template than .*plain/set_sft; an export has only one"),
     ):
         data = DataConfig(kind="sft", prefixes=prefixes, seq_length=512, split="1,0,0", tokenizer=str(tokenizer))
         problems = check_data(Config(data=data))

@@ -101,10 +101,7 @@ def test_a_stopped_command_continues(tmp_path: Path) -> None:
     def stopped(_: Session) -> Outcome:
         raise SystemExit  # as by a signal that nothing catches
 
-    parts = [
-        part("a", time.takes(1), time.takes(2, CheckFailed("wrong"))),
-        part("b", time.takes(3), ("x", stopped)),
-    ]
+    parts = [part("a", time.takes(1), time.takes(2, CheckFailed("wrong"))), part("b", time.takes(3), ("x", stopped))]
     folder = tmp_path / "results"
 
     def save(results: Sequence[PartResult]) -> None:

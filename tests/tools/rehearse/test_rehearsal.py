@@ -33,59 +33,13 @@ from megatron_llama.tools.rehearse.report import MemoryKind, Rehearsal
 from megatron_llama.tools.traffic.cli import operations_of_rank
 from tests.oracle import SHAPE, make_plan
 from tests.ranks import run_ranks
-from tests.rows import overrides, rows
+from tests.rows import overrides, read_table, rows
 
-FEW, MICRO_2, AT_ONCE = "global_batch_size=4", "micro_batch_size=2", "micro_batch_size=8"
-TIED, ODD, TWO_LAYERS = "model.tie_word_embeddings=true", "model.vocab_size=61", "model.num_hidden_layers=2"
-BF16, LORA = "precision=bf16", "finetune.method=lora finetune.lora_rank=2"
-LAYOUTS = {
-    "tp2+sp, full recompute": (2, f"tp=2 recompute=full {MICRO_2} global_batch_size=2 {TWO_LAYERS}"),
-    "dp2, zero 3, bf16, packed": (2, f"zero=3 {BF16} data.document_mask=true {FEW} {TWO_LAYERS}"),
-    "pp2": (2, f"pp=2 {FEW} {TWO_LAYERS}"),
-    "one process": (1, FEW),
-    "tp2+sp": (2, f"tp=2 {MICRO_2}"),
-    "tp2": (2, f"tp=2 sp=false {MICRO_2}"),
-    "tp2+sp, selective recompute, tied, odd": (2, f"tp=2 recompute=selective {TIED} {ODD} {MICRO_2}"),
-    "tp2+sp, elementwise recompute": (2, f"tp=2 recompute=elementwise {MICRO_2}"),
-    "tp4+sp, kv heads < tp": (4, f"tp=4 {FEW} {MICRO_2}"),
-    "pp2, uneven, tied": (2, f"pp=2 pipeline_layers=[3,1] {TIED}"),
-    "pp2·vpp2": (2, "pp=2 vpp=2"),
-    "tp2·pp2·vpp2+sp, full recompute": (4, "tp=2 pp=2 vpp=2 recompute=full"),
-    "dp2, zero 0": (2, "zero=0"),
-    "dp2, zero 1": (2, "zero=1"),
-    "dp2, zero 2": (2, "zero=2"),
-    "dp2, zero 3": (2, "zero=3"),
-    "dp2, zero 0, bf16": (2, f"zero=0 {BF16}"),
-    "dp2, zero 1, bf16": (2, f"zero=1 {BF16}"),
-    "dp2, zero 2, bf16": (2, f"zero=2 {BF16}"),
-    "dp2, zero 3, bf16": (2, f"zero=3 {BF16}"),
-    "tp2·dp2+sp, zero 2, bf16_sr": (4, f"tp=2 zero=2 precision=bf16_sr {MICRO_2}"),
-    "dp4, hybrid, zero 3": (4, "zero=3 shard_group=2"),
-    "pp2·dp2, zero 3, tied": (4, f"pp=2 zero=3 {TIED}"),
-    "dp4, zero 3, two hops in int8, second copy": (4, "zero=3 secondary_group=2 grad_reduce=int8 reduce_group=2"),
-    "dp2, zero 1, random-LTD": (2, "random_ltd={min_value:4,require_steps:3,seq_per_step:4} zero=1"),
-    "tp2, LoRA": (2, f"tp=2 {LORA}"),
-    "dp2, zero 1, LoRA, modules in full, bf16": (
-        2,
-        f"{BF16} finetune.modules_to_save=[embed_tokens,input_layernorm] {LORA}",
-    ),
-    "dp2, zero 3, LoRA, packed": (2, f"zero=3 data.document_mask=true {LORA}"),
-    "one process, bf16": (1, f"{FEW} {BF16}"),
-    "pp2, tied, bf16": (2, f"pp=2 {BF16} {TIED}"),
-    "pp2, tied, bf16, at once": (2, f"pp=2 {BF16} {TIED} {AT_ONCE}"),
-    "tp4, copied kv heads, bf16, at once": (4, f"tp=4 {BF16} {AT_ONCE}"),
-    "tp2+sp, bf16, at once": (2, f"tp=2 {BF16} {AT_ONCE}"),
-    "one process, LoRA, bf16, at once": (1, f"{BF16} {LORA} {AT_ONCE}"),
-    "pp2·vpp2, LoRA, bf16": (2, f"pp=2 vpp=2 {BF16} {LORA}"),
-    "tp2·dp2+sp, tied, bf16": (4, f"tp=2 {BF16} {TIED} {MICRO_2}"),
-    "dp2, sums in bf16": (2, "precision=fp32_ZeroOptMaster"),
-    "one process, sums in bf16": (1, "precision=fp32_ZeroOptMaster"),
-    "dp2, bf16 weights, fp32 states": (2, "precision=fp32_OptStates"),
-    "one micro batch, sgd": (1, f"{AT_ONCE} optim.name=sgd"),
-}
+FEW, MICRO_2, TWO_LAYERS = "global_batch_size=4", "micro_batch_size=2", "model.num_hidden_layers=2"
+LAYOUTS, QUICK = read_table(__file__)
 
 
-@pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), {"tp2+sp, full recompute"}))
+@pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), QUICK))
 def test_rehearsals_match_real_runs(ranks: int, layout: str) -> None:
     compare(make_plan(ranks, *overrides(layout)))
 

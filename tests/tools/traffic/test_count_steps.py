@@ -28,87 +28,11 @@ from tests.oracle import SHAPE, make_plan
 from tests.paths import CONF
 from tests.processes import run_forked
 from tests.ranks import RankFailed, run_ranks
-from tests.rows import overrides, rows
+from tests.rows import overrides, read_table, rows
 
 TIED, ODD, FEW = "model.tie_word_embeddings=true", "model.vocab_size=61", "global_batch_size=4"
-OLMO2 = "model.model_type=olmo2"
-LTD = "random_ltd={min_value:4,max_value:8,seq_per_step:4,require_steps:1}"  # it ends at 8 of 16
 LORA = "finetune.method=lora finetune.lora_rank=2 finetune.lora_target_modules=all-linear"
-LAYOUTS = {
-    "one process": (1, FEW),
-    "tp2": (2, f"tp=2 sp=false {FEW}"),
-    "tp2+sp, micro batches of 1, selective recompute": (2, f"tp=2 micro_batch_size=1 recompute=selective {FEW}"),
-    "tp2+sp, odd vocabulary, tied": (2, f"tp=2 {ODD} {TIED} {FEW}"),
-    "tp2, full recompute": (2, f"tp=2 sp=false recompute=full {FEW}"),
-    "tp2, every 2nd block": (2, f"tp=2 recompute=full recompute_every=2 {FEW}"),
-    "tp4+sp, kv heads < tp": (4, f"tp=4 {FEW}"),
-    "tp4+sp, kv heads < tp, qwen2": (4, f"tp=4 {FEW} model.model_type=qwen2"),
-    "tp2, qwen3": (2, f"tp=2 sp=false {FEW} model.model_type=qwen3"),
-    "tp2·dp2+sp, qwen3, zero 3": (4, f"tp=2 zero=3 {FEW} model.model_type=qwen3"),
-    "tp2, olmo2": (2, f"tp=2 sp=false {FEW} {OLMO2}"),
-    "tp4+sp, olmo2, kv heads < tp, biases": (4, f"tp=4 {FEW} {OLMO2} model.attention_bias=true"),
-    "tp2·dp2+sp, olmo2, zero 3, full recompute": (4, f"tp=2 zero=3 recompute=full {FEW} {OLMO2}"),
-    "tp2+sp, olmo2, selective recompute": (2, f"tp=2 recompute=selective {FEW} {OLMO2}"),
-    "tp2+sp, olmo2, elementwise recompute": (2, f"tp=2 recompute=elementwise {FEW} {OLMO2}"),
-    "tp2+sp, olmo2, random-LTD": (2, f"tp=2 {LTD} {FEW} {OLMO2}"),
-    "tp2+sp, olmo2, LoRA on all, full recompute": (2, f"tp=2 recompute=full {OLMO2} {LORA}"),
-    "tp2·dp2+sp, biases, zero 2": (4, f"tp=2 zero=2 {FEW} model.attention_bias=true model.mlp_bias=true"),
-    "tp2+sp, float8 tensorwise": (2, f"tp=2 float8=tensorwise {FEW}"),
-    "tp2, float8 rowwise, full recompute": (2, f"tp=2 sp=false float8=rowwise recompute=full {FEW}"),
-    "tp2+sp, float8 tensorwise, full recompute, LoRA": (2, f"tp=2 float8=tensorwise recompute=full {LORA}"),
-    "tp2+sp, mlp chunks that differ": (2, f"tp=2 mlp_chunks=3 {FEW}"),
-    "tp2+sp, olmo2, mlp chunks, full recompute": (2, f"tp=2 mlp_chunks=2 recompute=full {OLMO2} {FEW}"),
-    "tp2, mlp chunks, full recompute": (2, f"tp=2 sp=false mlp_chunks=2 recompute=full {FEW}"),
-    "tp2+sp, mlp chunks, full recompute, LoRA on all": (2, f"tp=2 mlp_chunks=2 recompute=full {LORA}"),
-    "pp2": (2, f"pp=2 {FEW}"),
-    "pp3, uneven": (3, f"pp=3 pipeline_layers=[2,1,1] {FEW}"),
-    "pp2·vpp2": (2, f"pp=2 vpp=2 {FEW}"),
-    "dp2, zero 0": (2, f"zero=0 micro_batch_size=1 {FEW}"),
-    "dp2, zero 1": (2, f"zero=1 micro_batch_size=1 {FEW}"),
-    "dp2, zero 2": (2, f"zero=2 micro_batch_size=1 {FEW}"),
-    "dp2, zero 3": (2, f"zero=3 micro_batch_size=1 {FEW}"),
-    "dp3, zero 3, bf16, rows that don't divide": (3, f"zero=3 precision=bf16 global_batch_size=6 {ODD}"),
-    "tp2·dp2+sp, zero 2, bf16_sr": (4, "tp=2 zero=2 precision=bf16_sr"),
-    "dp2, zero 1, fp32_ZeroOptMaster": (2, "zero=1 precision=fp32_ZeroOptMaster"),
-    "dp4, hybrid, zero 1": (4, "zero=1 shard_group=2"),
-    "dp4, hybrid, zero 2": (4, "zero=2 shard_group=2"),
-    "pp2·dp3, tied, a shard without rows": (6, f"pp=2 {TIED} model.vocab_size=4 global_batch_size=6"),
-    "tp2·pp2·vpp2+sp, full recompute, bf16": (4, f"tp=2 pp=2 vpp=2 recompute=full precision=bf16 {FEW}"),
-    "tp2·dp3+sp, one kv head, shards without its rows": (6, "tp=2 global_batch_size=6 model.num_key_value_heads=1"),
-    "pp2·dp2, zero 3": (4, "pp=2 zero=3"),
-    "dp2, zero 0, gradients in int8": (2, f"zero=0 grad_reduce=int8 {FEW}"),
-    "tp2·dp2+sp, gradients in bf16, odd": (4, f"tp=2 grad_reduce=bf16 {ODD}"),
-    "dp4, hybrid, zero 2, gradients in int8": (4, "zero=2 shard_group=2 grad_reduce=int8"),
-    "dp4, zero 3, second copy, two hops, both in int8": (
-        4,
-        "zero=3 secondary_group=2 grad_reduce=int8 reduce_group=2 param_gather=int8",
-    ),
-    "pp2·dp4, zero 3, second copy": (8, "pp=2 zero=3 secondary_group=2 micro_batch_size=1"),
-    "tp2·pp2+sp, random-LTD, full recompute": (4, f"tp=2 pp=2 recompute=full {LTD} {FEW}"),
-    "tp2·dp2+sp, zero 3, LoRA on all": (4, f"tp=2 zero=3 {LORA}"),
-    "tp2, LoRA on all, full recompute": (2, f"tp=2 sp=false recompute=full {LORA}"),
-    "tp2·dp2+sp, zero 3, DoRA on all, full recompute": (4, f"tp=2 zero=3 recompute=full finetune.use_dora=true {LORA}"),
-    "tp4, kv heads < tp, DoRA on all": (4, f"tp=4 sp=false finetune.use_dora=true {FEW} {LORA}"),
-    "tp4+sp, kv heads < tp, LoRA on all": (4, f"tp=4 {FEW} {LORA}"),
-    "pp2, LoRA on all": (2, f"pp=2 {LORA}"),
-    "cp2·tp2+sp": (4, f"cp=2 tp=2 {FEW}"),
-    "cp2·pp2·dp2, zero 3, full recompute of every 2nd block, bf16": (
-        8,
-        "cp=2 pp=2 zero=3 recompute=full recompute_every=2 precision=bf16",
-    ),
-    "cp2, selective recompute": (2, f"cp=2 recompute=selective {FEW}"),
-    "cp4, ulysses, kv heads < cp": (4, f"cp=4 cp_comm=ulysses {FEW}"),
-    "cp2·dp2, ulysses, full recompute": (4, "cp=2 cp_comm=ulysses recompute=full zero=3"),
-    "cp2, ulysses, selective recompute": (2, f"cp=2 cp_comm=ulysses recompute=selective {FEW}"),
-    "muon, tp2·dp2, zero 0, kv heads < tp": (4, f"optim.name=muon {FEW} tp=2 zero=0 model.num_key_value_heads=1"),
-    "muon, pp2·dp2, zero 3, bf16": (4, f"optim.name=muon {FEW} pp=2 zero=3 precision=bf16"),
-    "muon, tp2·dp4, hybrid, zero 1": (8, f"optim.name=muon {FEW} tp=2 zero=1 shard_group=2 global_batch_size=8"),
-    "muon, tp2·cp2, split heads": (4, f"optim.name=muon {FEW} tp=2 cp=2 optim.split_heads=true"),
-    "QK-Clip, tp2·cp2, full recompute": (4, f"optim.qk_clip=1 tp=2 cp=2 recompute=full {FEW}"),
-    "QK-Clip, pp2·cp2, ulysses, bf16": (4, "optim.qk_clip=1 pp=2 cp=2 cp_comm=ulysses precision=bf16"),
-    "muon, dp2, zero 0": (2, f"optim.name=muon {FEW} zero=0"),
-    "tp2·pp2·dp2+sp, tied, odd": (8, f"tp=2 pp=2 {TIED} {ODD} {FEW}"),
-}
+LAYOUTS, QUICK = read_table(__file__)
 
 
 @cache
@@ -132,21 +56,6 @@ def differences(world_size: int, text: str) -> list[tuple]:
                 if predicted.get(key) != traffic.get(key):
                     results.append((rank, step, key, predicted.get(key), traffic.get(key)))
     return results
-
-
-# Each kind of collective on each axis with every `make test`.
-QUICK = {
-    "tp2",
-    "dp2, zero 0",
-    "dp2, zero 2",
-    "dp2, zero 3",
-    "tp2+sp, odd vocabulary, tied",
-    "pp2·vpp2",
-    "dp4, hybrid, zero 2",
-    "dp4, zero 3, second copy, two hops, both in int8",
-    "cp2·tp2+sp",
-    "cp4, ulysses, kv heads < cp",
-}
 
 
 @pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), QUICK))
