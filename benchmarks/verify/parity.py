@@ -40,6 +40,7 @@ def fine_tuning_rows(folder: Path | None = None) -> Iterator[tuple[str, int, lis
     from tests.finetuning import runner
     from tests.finetuning import test_new_tokens as tokens
     from tests.finetuning import test_preference as preference
+    from tests.ranks import run_ranks
 
     world = None if folder is None else runner.make_world(folder)
     for number, (name, (ranks, layout)) in enumerate(preference.LAYOUTS.items()):
@@ -48,8 +49,14 @@ def fine_tuning_rows(folder: Path | None = None) -> Iterator[tuple[str, int, lis
             yield name if name.startswith(("orpo", "kto")) else f"dpo, {name}", ranks, settings
     for tied in (False, True):
         start = [*tokens.GROWN, *([tokens.TIED] if tied else [])]
-        start += [] if folder is None else [f"init_from={tokens.make_bases(folder / f'tokens_{tied}', tied)[0]}"]
         kinds = {"new tokens": ["finetune=full"], "new tokens, rows": [*tokens.LORA, *tokens.BY_ROWS[tied]]}
+        if folder is not None:
+            base, grown = tokens.make_bases(folder / f"tokens_{tied}", tied)
+            start += [f"init_from={base}"]
+            # At B = 0 Adam's first steps are signs of gradients, also of those that are rounding errors.
+            plan, adapter = runner.make_plan(1, folder, *kinds["new tokens, rows"], *start), base.parent / "adapter"
+            run_ranks(runner.save_adapter, 1, plan, grown, adapter)
+            kinds["new tokens, rows"] = ["finetune=lora", f"finetune.adapter={adapter}"]
         for kind, chosen in kinds.items():
             for name, (ranks, layout) in tokens.LAYOUTS.items():
                 if ranks > 1:

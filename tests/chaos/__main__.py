@@ -54,11 +54,13 @@ def main(argv: Sequence[str]) -> int:
     import torch.utils.tensorboard  # noqa: F401
 
     import megatron_llama.train.run_rank  # noqa: F401
-    from tests.chaos.campaign import KINDS_OF_FAULT, Campaign
+    from tests.chaos.campaign import DAMAGE, KINDS_OF_FAULT, Campaign
 
     torch.set_num_threads(1)
     os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)  # a collection in a fork would copy all pages
     kinds = arguments.only.split(",") if arguments.only else list(KINDS_OF_FAULT)
+    if DAMAGE in kinds and "_copies" in arguments.layouts:
+        _parser().error("damage needs layouts without copies in memory")
     begin = time.monotonic()
     campaign = Campaign(folder, arguments.layouts.split(","), kinds, arguments.seed, Interposer.loaded())
     _report(f"seed {arguments.seed}; undisturbed runs took {time.monotonic() - begin:.0f} s")
@@ -97,7 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", metavar="KINDS", help="kinds to inject, from kill,term,stop,pause,disk,garbage,drop,clock,damage"
     )
-    parser.add_argument("--layouts", default="single,tp2,pp2,dp2_zero3", help="layouts (default %(default)s)")
+    layouts = "layouts (default %(default)s; with copies in memory only: tp2_copies,pp2_copies,dp2_zero3_copies)"
+    parser.add_argument("--layouts", default="single,tp2,pp2,dp2_zero3", help=layouts)
     return parser
 
 

@@ -38,7 +38,10 @@ LAYOUTS = {
     "pp2": ["trainer.pp=2"],
     "dp2_zero3": ["trainer.dp=2", "trainer.zero=3"],
 }
-RANKS = {"single": 1, "tp2": 2, "pp2": 2, "dp2_zero3": 2}
+COPIED_EVERY = 3
+for name in ("tp2", "pp2", "dp2_zero3"):  # the newest steps are in memory only
+    copies = [f"checkpoint.memory_every_steps={COPIED_EVERY}", f"checkpoint.every_steps={STEPS}"]
+    LAYOUTS[f"{name}_copies"] = [*LAYOUTS[name], *copies]
 _PTRACE_GETFD, _LISTEN, _ESTABLISHED = 438, "0A", "01"
 
 
@@ -51,6 +54,10 @@ class Life:
     dataset: Path
     attempts: int = 0
     faults: list[str] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.layout == "single" else 2
 
     @property
     def output(self) -> Path:
@@ -71,6 +78,14 @@ class Life:
         """Return the step of the newest complete checkpoint; 0 without one."""
         names = (re.fullmatch(r"step_(\d{8})", path.name) for path in (self.folder / "checkpoints").glob("step_*"))
         return max((int(name[1]) for name in names if name), default=0)
+
+    def resumable_steps(self) -> range:
+        """Return the steps from which the next attempt may resume."""
+        newest = self.newest_checkpoint()
+        if not self.layout.endswith("_copies"):
+            return range(newest, newest + 1)
+        last = max((step for step, _ in self.losses()), default=0)
+        return range(max(newest, last - COPIED_EVERY), last + 1)
 
     def saving(self) -> bool:
         return any((self.folder / "checkpoints").glob(".step_*"))
@@ -147,7 +162,7 @@ class Attempt:
 
     def ranks(self) -> list[int]:
         """Return the process ids of the started ranks, in the order of ranks."""
-        return [pid for pid in self.processes() if pid != self.pid][: RANKS[self.life.layout]]
+        return [pid for pid in self.processes() if pid != self.pid][: self.life.ranks]
 
     def kill(self) -> None:
         while pids := self.processes():

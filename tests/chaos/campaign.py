@@ -101,7 +101,7 @@ class Campaign:
         """One attempt with one fault, and whether all was as it must be; None where the run ended before the fault."""
         life = self._life(layout)
         hang = [f"trainer.hang_timeout_seconds={HANG_SECONDS}"] if kind in MAKE_HANG else []
-        saved, attempt = life.newest_checkpoint(), life.start(*hang)
+        resumable, attempt = life.resumable_steps(), life.start(*hang)
         try:
             fault = FAULTS[kind](attempt, chance, self.interposer)
             begin = time.monotonic()
@@ -112,7 +112,7 @@ class Campaign:
             self.longest = max(self.longest, time.monotonic() - begin)
             if fault is not None and self.interposer is not None:
                 self.interposer.heal()
-            self._judge(life, attempt, fault, saved)
+            self._judge(life, attempt, fault, resumable)
             if attempt.status == 0:
                 self._finished(self.lives.pop(layout), disk_failed=kind == "disk")
         except Broken:
@@ -127,7 +127,7 @@ class Campaign:
         self.outcomes[kind][f"status {attempt.status}"] += 1
         return f"{fault.description}: status {attempt.status}, {time.monotonic() - begin:.1f} s"
 
-    def _judge(self, life: Life, attempt: Attempt, fault: Fault | None, saved: int) -> None:
+    def _judge(self, life: Life, attempt: Attempt, fault: Fault | None, resumable: range) -> None:
         """Raises Broken for what an attempt did wrong."""
         statuses = {0} if fault is None else fault.statuses
         description = "no fault" if fault is None else fault.description
@@ -145,19 +145,19 @@ class Campaign:
         if wrong:
             raise Broken(f"{description}: (step, loss) {wrong[0]} is not the undisturbed run's")
         first = re.search(rf"^step (\d+)/{STEPS}", output, re.MULTILINE)
-        if first and int(first[1]) != saved + 1:
-            raise Broken(f"{description}: resumed at step {first[1]}, and step {saved} was saved")
+        if first and int(first[1]) - 1 not in resumable:
+            raise Broken(f"{description}: resumed at step {first[1]}, and step {resumable[0]} was saved")
         last = life.losses()[-1][0] if life.losses() else 0
         if attempt.status == 75 and fault is not None and fault.saved and life.newest_checkpoint() != last:
             raise Broken(f"{description}: status 75, but of {last} steps {life.newest_checkpoint()} are saved")
 
     def _finish(self, life: Life) -> None:
         """Lets a run come to its end, and judges it."""
-        saved, attempt = life.newest_checkpoint(), life.start()
+        resumable, attempt = life.resumable_steps(), life.start()
         try:
             if not attempt.wait(LIMIT_SECONDS):
                 raise Broken("no end of the last attempt")
-            self._judge(life, attempt, None, saved)
+            self._judge(life, attempt, None, resumable)
             self._finished(life)
         except Broken:
             self._keep(life, attempt)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_llama.system.phase import PATIENT
-from tests.chaos.attempts import POLL_SECONDS, RANKS, SAVED_EVERY, STEPS, Attempt, cut
+from tests.chaos.attempts import POLL_SECONDS, SAVED_EVERY, STEPS, Attempt, cut
 from tests.chaos.interposer import DISK_ERRORS, Interposer
 
 NEWEST = STEPS - SAVED_EVERY
@@ -141,7 +141,7 @@ def stop(attempt: Attempt, chance: random.Random, _: Interposer | None) -> Fault
     number = chance.randrange(len(ranks))
     with contextlib.suppress(ProcessLookupError):
         os.kill(ranks[number], signal.SIGSTOP)
-    messages = (f"Rank {number} of {RANKS[attempt.life.layout]} failed", "it is stopped")
+    messages = (f"Rank {number} of {attempt.life.ranks} failed", "it is stopped")
     return Fault(f"SIGSTOP of rank {number} {moment}", frozenset({0, 1}), 0, messages, PATIENT * HANG_SECONDS + 60)
 
 

@@ -93,8 +93,8 @@ FAULT = Fault("kill", frozenset({0, 1, 75}), messages=("rank 0 was killed",), sa
 
 def test_correct_attempts_pass(campaign: Campaign, life: Life) -> None:
     output = "step 1/24  loss\nstep 2/24  loss\n"
-    campaign._judge(life, RecordedAttempt(75, output), FAULT, 0)  # type: ignore[arg-type]
-    campaign._judge(life, RecordedAttempt(1, output + "rank 0 was killed"), FAULT, 0)  # type: ignore[arg-type]
+    campaign._judge(life, RecordedAttempt(75, output), FAULT, range(1))  # type: ignore[arg-type]
+    campaign._judge(life, RecordedAttempt(1, output + "rank 0 was killed"), FAULT, range(1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_each_failure_is_detected(
 ) -> None:
     write_metrics(life, losses)
     with pytest.raises(Broken, match=rule):
-        campaign._judge(life, recorded, FAULT, saved)  # type: ignore[arg-type]
+        campaign._judge(life, recorded, FAULT, range(saved, saved + 1))  # type: ignore[arg-type]
 
 
 @pytest.mark.long
