@@ -52,6 +52,11 @@ class LaunchFailed(RuntimeError):
     """Failed rendezvous of a job's processes. The message has the rank and the reason, so no traceback is printed."""
 
 
+def reason_of(error: BaseException) -> str:
+    """Return the first line of an error's message; without one, its type."""
+    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().splitlines()[0]
+
+
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 

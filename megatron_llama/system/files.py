@@ -17,8 +17,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, BinaryIO
+from typing import IO, TYPE_CHECKING, Any
 
 from megatron_llama.system.object_store import THREADS, Location, RemotePath, is_url
 
@@ -99,7 +100,7 @@ MAX_WHOLE_BYTES = 1 << 30
 """Size limit of a file that is read at once: more than any tokenizer or manifest has, less than a host's memory."""
 
 
-def open_regular(path: Location, *, follow: bool = True) -> BinaryIO:
+def open_regular(path: Location, *, follow: bool = True) -> BufferedReader:
     """Open a regular file for reading. Raises OSError, also for pipes and devices, which could block forever, and
     without ``follow`` for links."""
     if isinstance(path, RemotePath):
@@ -139,12 +140,9 @@ def read_json(path: Location, most: int = MAX_WHOLE_BYTES, *, follow: bool = Tru
 
 
 def sha256_file(path: Path) -> str:
-    """Return the file's sha256 in hexadecimal. The file is read in chunks of 1 MiB."""
-    digest = hashlib.sha256()
+    """Return the file's sha256 in hexadecimal."""
     with open_regular(path) as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def file_size(path: Location) -> int:
@@ -289,7 +287,7 @@ def locked_folder(folder: Path, *, shared: bool = False) -> Iterator[int]:
         try:
             if try_lock(descriptor, shared=shared) is False:
                 raise FolderTaken(errno.EBUSY, "another process is writing it", str(folder))
-            if _is_at(folder, descriptor):  # else another process renamed or removed it between open and lock
+            if is_at(folder, os.fstat(descriptor)):  # else another process renamed or removed it between open and lock
                 yield descriptor
                 return
         finally:
@@ -311,14 +309,14 @@ def scratch_folder(path: Path) -> Iterator[Path]:
             remove_contents(path)
             yield path
         finally:
-            if _is_at(path, lock):  # not the folder of a later process
+            if is_at(path, os.fstat(lock)):  # not the folder of a later process
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Return whether a path names an open folder."""
+def is_at(path: Path, status: os.stat_result, *, follow: bool = True) -> bool:
+    """Return whether ``path`` is the file or folder with this status. ``follow``: also as a link."""
     try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+        return os.path.samestat(os.stat(path, follow_symlinks=follow), status)
     except FileNotFoundError:
         return False
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+from megatron_llama.system.errors import reason_of
 from megatron_llama.system.missing_packages import pip_install
 
 _URL = re.compile(r"[a-z][a-z0-9+]*://(?P<path>.+)", re.DOTALL)
@@ -178,7 +179,7 @@ class RemotePath:
             system, path = _file_system(self.url)
         except (ImportError, ValueError) as error:
             raise OSError(
-                errno.EPROTONOSUPPORT, (missing_package(self.url) or (_reason(error),))[0], self.url
+                errno.EPROTONOSUPPORT, (missing_package(self.url) or (reason_of(error),))[0], self.url
             ) from error
         for delay in (*_DELAYS, None):
             try:
@@ -189,7 +190,7 @@ class RemotePath:
                 raise PermissionError(errno.EACCES, "the store denies the access", self.url) from error
             except Exception as error:  # of the file system's HTTP library
                 if delay is None:
-                    raise OSError(errno.EIO, _reason(error), self.url) from error
+                    raise OSError(errno.EIO, reason_of(error), self.url) from error
                 time.sleep(delay * random.uniform(0.5, 1))
         raise AssertionError
 
@@ -237,9 +238,11 @@ def end_threads() -> None:
     for system in systems:
         system.clear_instance_cache()
     gc.collect()  # closes their connections
-    for finalizer in tuple(weakref.finalize._registry):  # type: ignore[attr-defined]
-        if (alive := finalizer.peek()) and isinstance(alive[0], systems):  # adlfs's keep their file system alive
-            finalizer()
+    # adlfs's finalizers keep their file system alive. A finalizer is the callback of a weak reference.
+    for system in (each for each in gc.get_objects() if issubclass(type(each), systems)):
+        for reference in weakref.getweakrefs(system):
+            if isinstance(reference.__callback__, weakref.finalize):
+                reference.__callback__()
     import asyncio
 
     asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result()
@@ -263,7 +266,7 @@ def missing_package(url: str) -> tuple[str, str] | None:
     except ValueError:
         return f"names the unknown protocol {protocol}", f"write one of: {', '.join(sorted(_EXTRAS))}"
     except Exception as error:  # of the file system: no credentials, a bad endpoint
-        return f"cannot be opened: {_reason(error)}", "set the provider's credentials"
+        return f"cannot be opened: {reason_of(error)}", "set the provider's credentials"
     return None
 
 
@@ -278,7 +281,3 @@ def _file_system(url: str) -> tuple[Any, str]:
 
     system, path = fsspec.core.url_to_fs(url)
     return system, path
-
-
-def _reason(error: BaseException) -> str:
-    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().splitlines()[0]

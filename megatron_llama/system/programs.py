@@ -24,6 +24,8 @@ OWN_CONF = CONF_DIR if IN_CHECKOUT else Path("conf")
 COMMAND = "megatron-llama"
 BATCH_FOLDER = ROOT if IN_CHECKOUT else Path()
 """Folder from which programs submit batch scripts. Jobs write ``logs/`` there."""
+BATCH_SCRIPT = "run.slurm" if IN_CHECKOUT else str(ROOT / "run.slurm")
+"""Batch script of a run, from BATCH_FOLDER."""
 _ROOT_VARIABLE = "MEGATRON_LLAMA_ROOT"
 """Variable with ROOT for batch scripts that are submitted from another folder."""
 
@@ -53,11 +55,6 @@ def program_files() -> dict[str, Path]:
 def command_of(file: str) -> str:
     """Return the command of a program's file: ``export-hf`` for ``scripts/export_hf.py``."""
     return Path(file).stem.replace("_", "-")
-
-
-def batch_script(name: str) -> str:
-    """Return the path of a batch script, from BATCH_FOLDER."""
-    return name if IN_CHECKOUT else str(ROOT / name)
 
 
 def batch_variables() -> dict[str, str]:

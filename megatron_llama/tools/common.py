@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_llama.config import ConfigError, Problem, format_problems
 from megatron_llama.system.exit_status import EXIT_USER
-from megatron_llama.system.programs import BATCH_FOLDER, batch_script, batch_variables, name_commands
+from megatron_llama.system.programs import BATCH_FOLDER, BATCH_SCRIPT, batch_variables, name_commands
 from megatron_llama.system.rerun_command import ArgumentParser
 
 
@@ -71,7 +71,7 @@ def submit_job(options: Sequence[str], words: Sequence[str], problem: Problem, *
     ``words`` are overrides of train.py. ``problem`` is the problem to report, without its rule.
     """
     try:
-        done = call_slurm(["sbatch", "--parsable", *options, batch_script("run.slurm"), *words], **variables)
+        done = call_slurm(["sbatch", "--parsable", *options, BATCH_SCRIPT, *words], **variables)
     except OSError as error:
         raise ConfigError([replace(problem, rule=f"cannot start sbatch: {error.strerror}")]) from error
     if done.returncode:

@@ -148,13 +148,12 @@ class MetricsLogger:
         for sink in self._sinks:
             sink.close()
 
-    def log_step(self, measured: Mapping[str, Value]) -> dict[str, Value]:
-        """Derive speed and MFU from a step's measurements; write all metrics and return them."""
+    def log_step(self, measured: Mapping[str, Value]) -> None:
+        """Derive speed and MFU from a step's measurements, and write all metrics."""
         metrics = self._with_derived(measured)
         self._write(metrics)
         self._progress.step(metrics, self._rate.seconds_per_step(metrics))
         self._check_peak(metrics)
-        return metrics
 
     def log_validation(self, measured: Mapping[str, Value]) -> None:
         """Write the metrics of a validation before the first step, as step 0."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.system.errors import MachineError
-from megatron_llama.system.files import open_regular, read_whole, write_atomically
+from megatron_llama.system.files import is_at, open_regular, read_whole, write_atomically
 
 METRICS_FILE, STARTS_FILE = "metrics.jsonl", "starts.jsonl"
 START, LOADED = "start", "loaded"
@@ -69,22 +69,14 @@ class MetricsFile:
 
     def _reopen_if_replaced(self) -> None:
         """Replace the file if it was deleted. Raises OSError, and MachineError if its folder was."""
-        if _is_at(self._path, os.fstat(self._file.fileno()), follow=False):
+        if is_at(self._path, os.fstat(self._file.fileno()), follow=False):
             return
-        if not _is_at(self._path.parent, self._folder, follow=True):  # run.dir may be a link
+        if not is_at(self._path.parent, self._folder):  # run.dir may be a link
             raise MachineError(f"{self._path.parent} was deleted, renamed or replaced during the run.")
         sys.stderr.write(f"WARNING: {self._path} was deleted or replaced during the run; its earlier steps are lost.\n")
         self._path.unlink(missing_ok=True)  # a link or a pipe
         self._file.close()
         self._file = open(self._path, "ab", buffering=0)
-
-
-def _is_at(path: Path, status: os.stat_result, *, follow: bool) -> bool:
-    """Return whether ``path`` is the file or folder with this status. ``follow``: also as a link."""
-    try:
-        return os.path.samestat(os.stat(path, follow_symlinks=follow), status)
-    except FileNotFoundError:
-        return False
 
 
 def read_metrics(path: Path, steps: Sequence[str] = ("step",)) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from queue import SimpleQueue
 from typing import Any, cast
 
 from megatron_llama.plan import Plan
+from megatron_llama.system.errors import reason_of
 from megatron_llama.system.files import DRAFT, write_atomically
 
 CSV_FILE, SAMPLES_FILE = "metrics.csv", "samples.json"
@@ -66,8 +67,7 @@ class Sink:
             yield
         except self.ERRORS as error:
             self.writes = False
-            reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().splitlines()[0]
-            sys.stderr.write(f"{self.name}: stopped writing: {reason}\n")
+            sys.stderr.write(f"{self.name}: stopped writing: {reason_of(error)}\n")
 
 
 def open_sinks(
