@@ -91,8 +91,7 @@ def run_assignment(assignment: Assignment, plan: Plan, entry: Entry) -> NoReturn
     for number in JOB_SIGNALS:  # replace the launcher's handlers, then unblock pending signals
         if not is_ignored_by_user(number):
             signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, _interrupt_once)
-    exit_on_lost_interrupt(_exit_interrupted)  # a KeyboardInterrupt that Python would only print
+    _raise_first_interrupt()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
     os.environ.update(assignment.environment)
     if assignment.output is not None:
@@ -129,20 +128,20 @@ def _end_compile_processes() -> None:
             process.kill()
 
 
-def _exit_interrupted() -> None:
-    os._exit(EXIT_INTERRUPTED)
+def _raise_first_interrupt() -> None:
+    """Raise KeyboardInterrupt at the first SIGINT only: Ctrl-C arrives from the terminal and from the launcher."""
 
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
 
-def _interrupt_once(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt once: Ctrl-C arrives from the terminal and from the launcher."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise KeyboardInterrupt
+    signal.signal(signal.SIGINT, interrupt)
+    exit_on_lost_interrupt(lambda: os._exit(EXIT_INTERRUPTED))  # one that Python would only print
 
 
 def run_as_rank(plan: Plan, rank: int, entry: Entry) -> int:
     """Run ``entry`` in this process, a rank of torchrun or srun; return the exit status. Rank 0 logs start and end."""
-    signal.signal(signal.SIGINT, _interrupt_once)
-    exit_on_lost_interrupt(_exit_interrupted)
+    _raise_first_interrupt()
     if rank == 0:
         log_start(plan)
 
@@ -187,13 +186,8 @@ def run_as_rank(plan: Plan, rank: int, entry: Entry) -> int:
     return log(0)
 
 
-def run_from(descriptor: int) -> NoReturn:
-    """Run the pickled assignment in a file, after the pickled import path."""
-    with os.fdopen(descriptor, "rb") as task:
-        sys.path[:] = pickle.load(task)
-        assignment, plan, entry = pickle.load(task)
-    run_assignment(assignment, plan, entry)
-
-
 if __name__ == "__main__":
-    run_from(int(sys.argv[1]))
+    with os.fdopen(int(sys.argv[1]), "rb") as task:
+        sys.path[:] = pickle.load(task)  # first: the assignment's modules are found there
+        arguments = pickle.load(task)
+    run_assignment(*arguments)

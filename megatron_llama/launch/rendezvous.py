@@ -214,8 +214,7 @@ class Rendezvous:
         local, deadline = self._local, time.monotonic() + self._limit
         while time.monotonic() < deadline:
             start = read_start_message(self._store.wait("open", _next_timeout(deadline)))
-            is_current = start is not None and start.tokens[local.number : local.number + 1] == (local.token,)
-            if start is not None and is_current:
+            if start is not None and start.tokens[local.number : local.number + 1] == (local.token,):
                 if problem := check(start.run_dir):
                     self._reject(problem)
                 self._store.set(f"answer/{local.number}", start.attempt)
@@ -239,9 +238,8 @@ class Rendezvous:
         node = read_report(self._store.wait(f"report/{number}", seconds))
         if node is not None and node.number == number:
             return node
-        time.sleep(
-            max(0.0, min(seconds, _RETRY_SECONDS) - (time.monotonic() - begin))
-        )  # an invalid value is returned without a wait
+        # An invalid value is returned without a wait.
+        time.sleep(max(0.0, min(seconds, _RETRY_SECONDS) - (time.monotonic() - begin)))
         return None
 
     def _missing(self, reports: Collection[NodeInfo]) -> LaunchFailed:

@@ -90,10 +90,11 @@ class Remote(Child):
 
 def run_on_hosts(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str]) -> int:
     """Run the plan on the hosts, with restarts if configured; return the exit status."""
-    return with_restarts(plan, lambda: _run_once(plan, hosts, overrides))
+    received = set[int]()
+    return with_restarts(plan, lambda: _run_once(plan, hosts, overrides, received), received)
 
 
-def _run_once(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str]) -> int:
+def _run_once(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str], received: set[int]) -> int:
     ssh = shlex.split(plan.config.launch.ssh)
     common = _environment(hosts, f"{time.time_ns():x}")
     # All hosts use one run folder. checkpoint.resume may have changed from "never" since the first start.
@@ -104,7 +105,7 @@ def _run_once(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str]) -> in
     remotes: list[Remote] = []
     # Sent on the control line: other users of the hosts can read command lines.
     secret = secrets.token_hex(32)
-    with Signals() as signals:
+    with Signals(received) as signals:
         try:
             for number, host in enumerate(hosts):
                 # The same command in the same folder. ssh runs in a new session: Ctrl-C is forwarded once, on the

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,19 +31,10 @@ from megatron_llama.launch.job_store import QUIET, Board
 from megatron_llama.launch.rank import STACKS_SIGNAL, TRAIN, Assignment, Entry, load_entry, run_assignment
 from megatron_llama.launch.run_dir import claim_run_dir, open_plan, rank_outputs
 from megatron_llama.launch.start_log import log_end, log_start
-from megatron_llama.launch.supervise import (
-    POLL_SECONDS,
-    Child,
-    Grace,
-    Signals,
-    report,
-    stop_requested,
-    supervise,
-    with_restarts,
-)
+from megatron_llama.launch.supervise import POLL_SECONDS, Child, Grace, Signals, report, supervise, with_restarts
 from megatron_llama.launch.watchdog import Hang, Watchdog, print_report, wait_for_full_report
 from megatron_llama.plan import Plan
-from megatron_llama.system.errors import LaunchFailed
+from megatron_llama.system.errors import LaunchFailed, reason_of
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.interrupts import signal_name
 from megatron_llama.system.object_store import end_threads
@@ -70,7 +61,7 @@ def run_here(plan: Plan, entry: Entry = TRAIN, prints_plan: bool = True) -> int:
         with rank_outputs(folder, range(plan.world_size)) as output_dir:
             hang_seconds = plan.config.trainer.hang_timeout_seconds
             share = LocalRanks(plan.world_size, output_dir=output_dir, hang_seconds=hang_seconds)
-            status = with_restarts(plan, lambda: logged_start(plan, entry, share))
+            status = with_restarts(plan, lambda: logged_start(plan, entry, share), share.received)
             if status not in (0, EXIT_RESTART, EXIT_USER):
                 with contextlib.suppress(Exception):  # rank 0 may have been killed before it could draw
                     draw_run(plan)
@@ -85,7 +76,7 @@ def logged_start(plan: Plan, entry: Entry, share: LocalRanks, while_running: Cal
     except Exception as error:
         log_end(plan.run_dir, EXIT_FAILED, str(error), is_last=True)
         raise
-    log_end(plan.run_dir, status, share.reason, is_last=stop_requested())
+    log_end(plan.run_dir, status, share.reason, is_last=bool(share.received))
     return status
 
 
@@ -128,6 +119,8 @@ class LocalRanks:
     """Seconds without progress, times the phase's patience, after which the job ends. None: no limit."""
     reason: str = ""
     """Reason of the last end, set by ``start_ranks``; empty if the exit status is the reason."""
+    received: set[int] = field(default_factory=set)
+    """Signals that this process received, added by ``start_ranks``."""
 
     @property
     def job_size(self) -> int:
@@ -284,7 +277,7 @@ def start_ranks(
     sys.stdout.flush()
     sys.stderr.flush()
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024) if share.master is None else None
-    with listener or contextlib.nullcontext(), Signals(hold=True) as signals:
+    with listener or contextlib.nullcontext(), Signals(share.received, hold=True) as signals:
         ranks: list[Rank] = []
         for number in range(share.first_rank, share.first_rank + share.ranks):
             ranks.append(Rank.start(number, plan, entry, share, listener))
@@ -320,8 +313,7 @@ def _host_store(listener: socket.socket, size: int) -> Any:
     try:
         return TCPStore("127.0.0.1", port, size, is_master=True, wait_for_workers=False, master_listen_fd=file)
     except RuntimeError as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise LaunchFailed(f"cannot host the rendezvous store on 127.0.0.1:{port}: {reason}") from error
+        raise LaunchFailed(f"cannot host the rendezvous store on 127.0.0.1:{port}: {reason_of(error)}") from error
 
 
 def _spawn(assignment: Assignment, plan: Plan, entry: Entry) -> int:

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
@@ -63,26 +63,17 @@ class Grace:
     """After Ctrl-C, if a child ended without saving."""
 
 
-_stops = list[int]()
-"""Signals that this process received since ``with_restarts`` was called."""
-
-
-def stop_requested() -> bool:
-    """Return whether a signal has asked the run to stop: it is then not restarted, even if it failed to save."""
-    return bool(_stops)
-
-
 class Signals:
     """Signal handlers while children run: signals are forwarded, and a second SIGINT ends the job."""
 
-    def __init__(self, *, hold: bool = False) -> None:
-        """``hold``: block signals until ``release``, so that none arrives between two forks."""
+    def __init__(self, received: set[int] | None = None, *, hold: bool = False) -> None:
+        """``received`` collects the signals. ``hold``: block them until ``release``, so not between forks."""
         self.children: list[Child] = []
         self.interrupted_at: float | None = None
         """Time of the first SIGINT."""
         self.ends_at_once = False
         """Whether a second SIGINT was received."""
-        self.received: set[int] = set()
+        self.received = set[int]() if received is None else received
         self._handlers = ExitStack()
         self._hold = hold
         self._mask: Iterable[int] | None = None
@@ -113,7 +104,6 @@ class Signals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received.add(number)
-        _stops.append(number)
         if number == signal.SIGINT:
             now = time.monotonic()
             if self.interrupted_at is not None:
@@ -147,14 +137,17 @@ def supervise(
         wait(POLL_SECONDS)
 
 
-def with_restarts(plan: Plan, start: Callable[[], int]) -> int:
-    """Call ``start``; restart after failures up to trainer.max_restarts times. Return the last exit status."""
-    _stops.clear()
+def with_restarts(plan: Plan, start: Callable[[], int], received: Collection[int]) -> int:
+    """Call ``start``; restart after failures up to trainer.max_restarts times. Return the last exit status.
+
+    Args:
+        received: Signals that ``start`` received. They ask the run to stop, so it does not restart, even if it failed.
+    """
     allowed = plan.config.trainer.max_restarts
     for restart in range(1, allowed + 1):
         note_restarts(restart - 1, allowed)
         status = start()
-        if status != EXIT_FAILED or stop_requested():
+        if status != EXIT_FAILED or received:
             return status
         report(f"\nRestart {restart} of {allowed}.\n")
         if plan.config.checkpoint.resume == "never":  # "never" applies to the first start only
