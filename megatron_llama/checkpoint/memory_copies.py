@@ -15,8 +15,8 @@ import shutil
 import socket
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
@@ -45,6 +45,7 @@ from megatron_llama.devices.private_folder import exposure, make_private
 from megatron_llama.parallel.groups import broadcast_from_rank_0, gather_objects, sync_errors
 from megatron_llama.system.files import path_exists, read_json, write_atomically
 from megatron_llama.system.object_store import Location
+from megatron_llama.system.signals import run_in_thread
 from megatron_llama.system.tables import gib
 
 SLOTS = 2
@@ -129,8 +130,8 @@ class MemoryCopies:
         self._stream = copy_stream(device, "copies in memory") if devices.of(device).overlaps_copies else None
         self._copied: torch.Event | None = None
         """End of the device's last copy, until later work waits for it."""
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._exchange: Future[None] | None = None
+        """The last copy's work in a thread."""
 
     def steps(self) -> list[MemoryCopy]:
         """Return the steps of which each rank has a copy, newest first."""
@@ -243,7 +244,7 @@ class MemoryCopies:
                 self._receive(source)
             _wait(sent)
 
-        self._run(finish)
+        self._exchange = run_in_thread("memory copy", finish)
 
     def hold_updates(self) -> None:
         """Let the device begin later work only when it has copied the tensors. The host does not wait."""
@@ -253,11 +254,8 @@ class MemoryCopies:
 
     def wait(self) -> None:
         """Wait until the copy in progress is complete. Raises its error."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            raise self._error
+        if self._exchange is not None:
+            self._exchange.result()
 
     def delete(self) -> None:
         """Delete all copies of the run, because its newest step is on disk or the copies are invalid. A collective."""
@@ -366,16 +364,6 @@ class MemoryCopies:
         if self._write(rank, slot, bytes(text.numpy()).decode()) and self._read(rank, slot) is None:
             self._file(rank, slot, ".json").unlink()
         return slot
-
-    def _run(self, work: Callable[[], None]) -> None:
-        def guarded() -> None:
-            try:
-                work()
-            except BaseException as error:  # raised by ``wait``
-                self._error = error
-
-        self._thread = threading.Thread(target=guarded, name="memory copy", daemon=True)
-        self._thread.start()
 
 
 def forget_copies(checkpoints: Location) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from megatron_llama.system import phase
 from megatron_llama.system.errors import MachineError
 from megatron_llama.system.files import FolderTaken
 from megatron_llama.system.object_store import Location, RemotePath
+from megatron_llama.system.signals import run_in_thread
 
 _POLL_SECONDS = 0.01
 _POLL_STORE_SECONDS = 0.5
@@ -72,8 +74,8 @@ class Saver:
         self._staging: dict[str, Rectangles] = {}
         self._state: State | None = None
         self._publishing = False
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._work: Future[None] | None = None
+        """Work of this rank's current stage, in a thread."""
         self._tries = 0
         self._failed: list[SaveFailed] = []
         """Failures of the checkpoints that were given up since the last one that was published."""
@@ -81,6 +83,14 @@ class Saver:
         """Number of checkpoints of this start that were given up."""
         self.lost: State | None = None
         """The newest checkpoint, if it was given up."""
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._work is not None and not self._work.done()
+
+    @property
+    def _error(self) -> BaseException | None:
+        return None if self._work is None or self._is_busy else self._work.exception()
 
     def metrics(self) -> dict[str, float]:
         """Return ``failed_saves``, the checkpoints that were given up, if any."""
@@ -101,8 +111,7 @@ class Saver:
         Returns whether ``stop`` is true on any rank, and ``due``. Raises SaveFailed on all ranks after
         ``checkpoint.max_failed_saves`` checkpoints that could not be written.
         """
-        busy = self._thread is not None and self._thread.is_alive()
-        flags = torch.tensor([stop, due, busy, self._error is not None], dtype=torch.int32, device=self.device)
+        flags = torch.tensor([stop, due, self._is_busy, self._error is not None], dtype=torch.int32, device=self.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         any_stop, any_due, any_busy, any_error = flags.tolist()
         if self._state is not None and not any_busy:
@@ -113,9 +122,7 @@ class Saver:
         """Block until all files are written. A collective."""
         while self._state is not None:
             self.advance()
-            if self._thread is not None:
-                self._thread.join(_POLL_SECONDS)
-            elif self._state is not None:
+            if self._state is not None:
                 time.sleep(_POLL_SECONDS)
 
     def finish(self) -> None:
@@ -148,7 +155,7 @@ class Saver:
     def _finish_alone(self, state: State) -> None:
         written, since = -1, time.monotonic()
         while True:
-            busy = self._thread is not None and self._thread.is_alive()
+            busy = self._is_busy
             try:
                 parts = written_parts(self.checkpoints, state, self.writer)
             except FileNotFoundError:  # renamed a moment ago
@@ -166,45 +173,46 @@ class Saver:
 
     def _next(self, state: State) -> None:
         """Enter the stage after writing (publishing) or after publishing (none)."""
-        self._thread = None
+        self._work = None
         if self._publishing:
             self._state, self._failed, self._tries = None, [], 0
             return
         self._publishing = True
         if self.rank == 0:
-            self._run(lambda: publish(self.checkpoints, state, self.settings, self.writer))
+            publishing = partial(publish, self.checkpoints, state, self.settings, self.writer)
+            self._work = run_in_thread("checkpoint", publishing)
 
     def _fail(self, state: State) -> None:
         """Delete the partial files; begin again or give up. Raises SaveFailed on all ranks after too many failures."""
         error = None
-        if self._error is not None:
-            folder, fault = self.checkpoints / folder_name(state.step), _describe(self._error)
-            remedy = _REMEDIES.get(getattr(self._error, "errno", None) or 0, "")
+        if (cause := self._error) is not None:
+            folder, fault = self.checkpoints / folder_name(state.step), _describe(cause)
+            remedy = _REMEDIES.get(getattr(cause, "errno", None) or 0, "")
             message = f"cannot write {folder} (rank {self.rank}: {fault}); earlier checkpoints are unchanged{remedy}"
-            error = (WriterReplaced if isinstance(self._error, FolderTaken) else SaveFailed)(message)
-            error.__cause__ = self._error
+            error = (WriterReplaced if isinstance(cause, FolderTaken) else SaveFailed)(message)
+            error.__cause__ = cause
         if self.rank == 0:
             with suppress(OSError):  # of the same disk; the next try deletes them
                 discard(self.checkpoints, state.step, self.writer)
         try:
             raise_on_all_ranks(error)
         except SaveFailed as failed:
-            cause, seconds = str(failed).partition(";")[0], _FIRST_DELAY * 2**self._tries
+            reason, seconds = str(failed).partition(";")[0], _FIRST_DELAY * 2**self._tries
             if isinstance(failed, WriterReplaced):
                 self._state = None
                 raise
             if 2 * seconds - _FIRST_DELAY <= self.settings.save_timeout_seconds:
                 self._tries += 1
-                self._report(f"{cause}; trying again in {seconds:g} s")
+                self._report(f"{reason}; trying again in {seconds:g} s")
                 self._begin(state, seconds)
                 return
-            self._state, self._thread, self._tries, self.lost = None, None, 0, state
+            self._state, self._work, self._tries, self.lost = None, None, 0, state
             self._failed.append(failed)
             self._given_up += 1
-            event_hook.send("failed_save", step=state.step, reason=cause)
+            event_hook.send("failed_save", step=state.step, reason=reason)
             if len(self._failed) >= self.settings.max_failed_saves:
                 self._stop(state, failed)
-            self._report(f"{cause}; step {state.step} is not saved")
+            self._report(f"{reason}; step {state.step} is not saved")
 
     def _stop(self, state: State, failed: SaveFailed) -> None:
         """Save in the run's folder in ``checkpoint.fallback_dir`` if it is set, and raise SaveFailed. A collective."""
@@ -222,7 +230,7 @@ class Saver:
 
     def _begin(self, state: State, delay: float = 0.0) -> None:
         self._publishing = False
-        self._run(lambda: self._write(state.step, delay))
+        self._work = run_in_thread("checkpoint", partial(self._write, state.step, delay))
 
     def _report(self, text: str) -> None:
         if self.rank == 0:
@@ -241,17 +249,6 @@ class Saver:
             for (_, source), (_, copy) in zip(tensor.parts, self._staging[name].parts, strict=True):
                 copy.copy_(source, non_blocking=True)
         devices.of(self.device).synchronize()
-
-    def _run(self, work: Callable[[], None]) -> None:
-        def guarded() -> None:
-            try:
-                work()
-            except BaseException as error:  # all errors must reach the other ranks
-                self._error = error
-
-        self._error = None
-        self._thread = threading.Thread(target=guarded, name="checkpoint", daemon=True)
-        self._thread.start()
 
 
 def _claim(partial: Location) -> bool:

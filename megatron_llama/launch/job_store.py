@@ -11,14 +11,14 @@ import hashlib
 import hmac
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
-from megatron_llama.system.errors import LaunchFailed
+from megatron_llama.system.errors import LaunchFailed, reason_of
+from megatron_llama.system.signals import run_in_thread
 
 T = TypeVar("T")
 
@@ -209,22 +209,9 @@ class Board:
 
 def _run_with_limit(seconds: float, call: Callable[[], T]) -> T:
     """Return the result of ``call``. Raises StoreLost after ``seconds``, and for torch's connection errors."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="job store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if results:
-        return results[0]
-    if not errors:
-        raise StoreLost(f"the rendezvous store did not answer within {seconds:g} s")
-    if isinstance(errors[0], RuntimeError):  # torch's DistError and subclasses
-        raise StoreLost(f"rendezvous store: {str(errors[0]).splitlines()[0]}") from errors[0]
-    raise errors[0]
+    try:
+        return run_in_thread("job store", call).result(seconds)
+    except TimeoutError:
+        raise StoreLost(f"the rendezvous store did not answer within {seconds:g} s") from None
+    except RuntimeError as error:  # torch's DistError and subclasses
+        raise StoreLost(f"rendezvous store: {reason_of(error)}") from error

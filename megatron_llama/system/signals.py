@@ -1,4 +1,4 @@
-"""Signal handlers for the duration of a ``with`` block, and processes that end with their parent."""
+"""Signal handlers for the duration of a ``with`` block, processes that end with their parent, and threads."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import TypeVar
 
 from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.interrupts import leave
 
+T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -88,6 +91,20 @@ def _watch_parent(parent_pid: int) -> None:
     while os.getppid() == parent_pid:
         time.sleep(1)
     os._exit(EXIT_FAILED)
+
+
+def run_in_thread(name: str, work: Callable[[], T]) -> Future[T]:
+    """Call ``work`` in a daemon thread, for which the end of the process does not wait as for an executor's threads."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # also SystemExit and KeyboardInterrupt
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def is_stopped(pid: int) -> bool:

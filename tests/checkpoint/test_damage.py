@@ -12,6 +12,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -135,9 +136,9 @@ FAILED_SAVES = {
 
 def _fail_saves(faults: dict[tuple[int, str], list[int]], checkpointer: Checkpointer) -> None:
     """Let rank 1's writing, or rank 0's publishing, fail with these numbers of errors."""
-    saver, start = checkpointer.saver, checkpointer.saver._run
+    saver, start = checkpointer.saver, saving.run_in_thread
 
-    def run_with_faults(work: Callable[[], None]) -> None:
+    def run_with_faults(name: str, work: Callable[[], None]) -> Future[None]:
         assert saver._state is not None
         step = saver._state.step
         numbers = faults.get((step, "publish" if saver._publishing else "write"), [])
@@ -150,9 +151,9 @@ def _fail_saves(faults: dict[tuple[int, str], list[int]], checkpointer: Checkpoi
                 raise OSError(number := numbers.pop(), os.strerror(number))
             work()
 
-        start(attempt)
+        return start(name, attempt)
 
-    saver._run = run_with_faults  # type: ignore[method-assign]
+    saving.run_in_thread = run_with_faults
 
 
 @pytest.mark.parametrize("name", FAILED_SAVES)
