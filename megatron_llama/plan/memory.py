@@ -32,11 +32,6 @@ LOG_SUM_EXP = 4
 """Bytes that attention saves per row and head."""
 
 
-def stage_memory(plan: Plan) -> list[States]:
-    """Return bytes of weights, gradients and optimizer states on one rank of each pipeline stage."""
-    return [rank_memory(plan, stage) for stage in plan.stages]
-
-
 def stage_footprints(plan: Plan) -> list[Footprint]:
     """Return the bytes on one rank of each pipeline stage at the peak of a step, with activations."""
     job, footprints = job_of_plan(plan), []
@@ -147,11 +142,6 @@ class States(NamedTuple):
     weights: int
     gradients: int
     optimizer: int
-
-    @property
-    def total(self) -> int:
-        """Weights, gradients and optimizer states."""
-        return sum(self)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.config.settings_table import get, settings_by_name
 from megatron_llama.devices import device_named
 from megatron_llama.launch.world import find_world
-from megatron_llama.plan import Plan, resolve, stage_memory
-from megatron_llama.plan.memory import USABLE, stage_footprints
+from megatron_llama.plan import Plan, resolve
+from megatron_llama.plan.memory import USABLE, rank_memory, stage_footprints
 from megatron_llama.system.tables import GIB
 from megatron_llama.tools.common import MOCK_RUN
 from tests.config.helpers import leaves
@@ -43,7 +43,7 @@ def dry_run(name: str, *overrides: str) -> Plan:
 
 def gib(plan: Plan) -> float:
     """Return the largest memory of a rank, without activations."""
-    return max(memory.total for memory in stage_memory(plan)) / GIB
+    return max(sum(rank_memory(plan, stage)) for stage in plan.stages) / GIB
 
 
 def test_each_recipe_is_known_here_and_to_those_who_ask_for_help() -> None:

@@ -17,7 +17,8 @@ from megatron_llama.checkpoint.lora_adapter import trained_shapes
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel
-from megatron_llama.plan import Plan, stage_memory
+from megatron_llama.plan import Plan
+from megatron_llama.plan.memory import rank_memory
 from megatron_llama.plan.plan import PLAIN
 from tests.finetuning.runner import (
     BIASES,
@@ -146,7 +147,7 @@ def test_planned_memory_equals_the_run(kind: str, tmp_path: Path) -> None:
     for ranks, layout in ((1, []), (4, ["trainer.tp=4"]), (4, ["trainer.tp=2", "trainer.pp=2"]), (2, ZERO_3)):
         plan = make_plan(ranks, tmp_path, *KINDS[kind], *layout)
         for trained, frozen, moments, stage in on_ranks(_sizes, plan):
-            memory = stage_memory(plan)[stage]
+            memory = rank_memory(plan, plan.stages[stage])
             assert memory.optimizer == moments
             assert memory.gradients == 4 * trained
             assert memory.weights == 4 * (trained + frozen), "nothing is gathered, and nothing copied"

@@ -14,7 +14,8 @@ from megatron_llama.model import quantized as quantized_module
 from megatron_llama.model.quantized import dequantize, quantize
 from megatron_llama.optim.gradient_norm import parameter_norm
 from megatron_llama.parallel.compare_copies import Copies
-from megatron_llama.plan import Plan, stage_memory
+from megatron_llama.plan import Plan
+from megatron_llama.plan.memory import rank_memory
 from tests.finetuning import runner
 from tests.finetuning.runner import LORA, Tuned, assert_near, make_plan, tune
 from tests.oracle import CPU, rank_data, rank_groups, rank_model
@@ -176,7 +177,7 @@ def _check_errors(rank: int, kind: str) -> None:
 def test_memory_is_that_of_the_plan(kind: str, zero: int, quantized: Quantized, tmp_path: Path) -> None:
     layout = ["trainer.tp=2", f"trainer.zero={zero}", "trainer.micro_batch_size=1"]
     plan = make_plan(4, tmp_path, *LORA, *WIDE, *layout, f"finetune.frozen_dtype={kind}")
-    (memory,) = stage_memory(plan)
+    memory = rank_memory(plan, plan.stages[0])
     for held, gathered, matrices, packed, saved_dtypes in run_ranks(_memory, 4, plan):
         # With several micro batches, gathered weights are freed only after the gradients are reduced.
         assert memory.weights == held + (0 if zero == 3 else gathered)

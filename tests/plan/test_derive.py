@@ -12,8 +12,8 @@ import pytest
 from megatron_llama.arch.parameters import parameters
 from megatron_llama.config import Config, ConfigError, load_config
 from megatron_llama.config.settings import LORA_TARGETS
-from megatron_llama.plan import Plan, format_plan, resolve, stage_memory
-from megatron_llama.plan.memory import stage_footprints
+from megatron_llama.plan import Plan, format_plan, resolve
+from megatron_llama.plan.memory import States, rank_memory, stage_footprints
 from megatron_llama.plan.stage_split import balance_layers, head_cost_in_layers, split_evenly, split_layers
 from megatron_llama.system.missing_packages import pip_install
 from megatron_llama.system.tables import GIB
@@ -190,15 +190,18 @@ def test_published_counts(preset: str, rank: int, targets: str, count: int) -> N
     assert f"{count:,} · {100 * count / (parameters(plan.model) + count):.4g} %" in format_plan(plan)
 
 
+def memory_of(plan: Plan) -> States:
+    return rank_memory(plan, plan.stages[0])
+
+
 def test_frozen_weights_have_no_gradient_and_no_moments() -> None:
     """70 B in bf16 on 8 devices: 138 GB of weights are divided by 8, and LoRA adds little."""
-    full = stage_memory(resolve(load_config(BIG, CONF), 8))[0]
-    (memory,) = stage_memory(plan_of())
+    full, memory = memory_of(resolve(load_config(BIG, CONF), 8)), memory_of(plan_of())
     trained, frozen = 16_384_000 // 8, 68_976_648_192 // 8
     assert (memory.gradients, memory.optimizer) == (4 * trained, 8 * trained)
     assert memory.weights == 4 * trained + 2 * frozen
-    assert memory.total < 17 * GIB < 128 * GIB < full.total
-    assert stage_memory(plan_of("finetune.frozen_dtype=fp32"))[0].weights > 2 * memory.weights * 0.99
+    assert sum(memory) < 17 * GIB < 128 * GIB < sum(full)
+    assert memory_of(plan_of("finetune.frozen_dtype=fp32")).weights > 2 * memory.weights * 0.99
 
 
 def test_quantized_weights_in_the_plan() -> None:
@@ -206,10 +209,10 @@ def test_quantized_weights_in_the_plan() -> None:
     others, trained = 68_976_648_192 - matrices, 16_384_000
     for kind, share in {"int8": 1.0625, "nf4": 0.5625}.items():
         plan = plan_of(f"finetune.frozen_dtype={kind}")
-        (memory,) = stage_memory(plan)
+        memory = memory_of(plan)
         assert memory.weights == (4 * trained + 2 * others + share * matrices) / 8
         assert f"blocks' frozen matrices in {kind}: {share} bytes per value" in format_plan(plan)
-    (whole,) = stage_memory(plan_of("finetune.frozen_dtype=nf4", "trainer.zero=1"))
+    whole = memory_of(plan_of("finetune.frozen_dtype=nf4", "trainer.zero=1"))
     # Gathered weights are packed too. A block frees its gathered weights when its gradient is ready.
     assert whole.weights == memory.weights + 2 * (others + trained) + share * matrices - memory.gradients
 

@@ -11,7 +11,7 @@ from megatron_llama.arch.parameters import StageParameters
 from megatron_llama.config import Config, load_config
 from megatron_llama.config.problems import format_problems
 from megatron_llama.devices import find_device
-from megatron_llama.plan import Machine, Plan, resolve, stage_memory
+from megatron_llama.plan import Machine, Plan, resolve
 from megatron_llama.plan.memory import States, disk_use, rank_memory, stage_footprints
 from megatron_llama.plan.plan import COPIES, PLAIN, SHARDS
 from megatron_llama.system.tables import GIB, gib
@@ -59,7 +59,7 @@ def memory_of(plan: Plan) -> States:
 def test_bytes_per_parameter(zero: int, precision: str, weights: float, gradients: float, optimizer: float) -> None:
     memory = memory_of(plan_of(zero, precision))
     expected = [count * COUNT for count in (weights, gradients, optimizer)]
-    assert [memory.weights, memory.gradients, memory.optimizer] == expected and memory.total == sum(expected)
+    assert [memory.weights, memory.gradients, memory.optimizer] == expected
 
 
 def test_states_of_sgd_of_8_bits_and_of_stages() -> None:
@@ -68,13 +68,13 @@ def test_states_of_sgd_of_8_bits_and_of_stages() -> None:
     assert (once.weights, once.gradients, once.optimizer) == (4 * COUNT, COUNT, 2 * COUNT)
     plan = resolve(load_config(["model=llama7b", "data=mock", "trainer.zero=0", "optim.state_bits=8"], CONF), 1)
     norms = (2 * 32 + 1) * 4096
-    assert stage_memory(plan)[0].optimizer == 2 * (1.125 * (plan.parameters - norms) + 4 * norms)
+    assert rank_memory(plan, plan.stages[0]).optimizer == 2 * (1.125 * (plan.parameters - norms) + 4 * norms)
     assert not any("state_bits" in note for note in plan.notes)
     toy = "hidden_size=32 intermediate_size=32 vocab_size=99 num_attention_heads=4 state_bits=8"
     (note,) = resolve(make(**parse_settings(toy)), 1).notes
     assert note.startswith("optim.state_bits=8 has no effect")
     plan = resolve(make(**{"trainer.pp": 2, "model.num_hidden_layers": 5}), 2)
-    assert [memory.total for memory in stage_memory(plan)] == [16 * stage.held for stage in plan.stages]
+    assert [sum(rank_memory(plan, stage)) for stage in plan.stages] == [16 * stage.held for stage in plan.stages]
 
 
 def test_one_data_parallel_rank_holds_its_weights_once_where_nothing_is_cast() -> None:
@@ -87,7 +87,8 @@ def test_one_data_parallel_rank_holds_its_weights_once_where_nothing_is_cast() -
 
 def test_ranks_on_one_host_share_its_memory() -> None:
     config = make()
-    needed = max(memory.total for memory in stage_memory(resolve(config, 4)))
+    plan = resolve(config, 4)
+    needed = max(sum(rank_memory(plan, stage)) for stage in plan.stages)
     assert problems_of(config, 4, Machine(4 * needed, 4)) == []
     (problem,) = problems_of(config, 4, Machine(4 * needed - 1, 4))
     assert "for 4 ranks" in problem.rule

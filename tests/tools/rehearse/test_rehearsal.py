@@ -22,7 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from megatron_llama.arch.flops import flops_per_token
 from megatron_llama.arch.parameters import head_dim
 from megatron_llama.devices import get_device
-from megatron_llama.plan import Plan, stage_memory
+from megatron_llama.plan import Plan
+from megatron_llama.plan.memory import rank_memory
 from megatron_llama.tools.forecast.rank_work import units
 from megatron_llama.tools.forecast.traffic import totals
 from megatron_llama.tools.measured_steps import Steps
@@ -68,7 +69,7 @@ def compare(plan: Plan) -> None:
 
 
 def assert_memory_matches_the_plan(plan: Plan, measured: Rehearsal) -> None:
-    zero, planned = plan.config.trainer.zero, stage_memory(plan)[measured.place["pp"]]
+    zero, planned = plan.config.trainer.zero, rank_memory(plan, plan.stages[measured.place["pp"]])
     shards, gathered = measured.at_rest[MemoryKind.WEIGHTS], measured.most.get(MemoryKind.GATHERED, 0)
     if zero == 3:
         assert planned.weights == shards
