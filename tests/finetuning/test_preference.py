@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from megatron_llama.config.settings import FinetuneConfig
 from megatron_llama.data.checks import check_data
 from megatron_llama.data.finetuning_set import build_sft
-from megatron_llama.model.preference import named_metrics
+from megatron_llama.model.preference import Pairs, PreferenceLoss, named_metrics
 from megatron_llama.plan import Plan
 from tests.data.files import write_indexed
 from tests.finetuning.runner import LORA, MICRO_1, TOLERANCE, Tuned, World, make_plan, their_base, train_theirs, tune
@@ -40,6 +40,20 @@ def some_pairs(count: int, vocabulary: int) -> list[Pair]:
             sides.append((prompt + answer, [0] * len(prompt) + [1] * len(answer)))
         pairs.append((sides[0], sides[1]))
     return pairs
+
+
+def test_values_do_not_depend_on_the_position_of_an_example() -> None:
+    """torch rounds some functions differently at the end of a tensor."""
+    logps, reference = (torch.randn(2, 1, 74, generator=torch.Generator().manual_seed(1)) * 2**34).long()
+    ones, labels = torch.ones(1, 74), torch.arange(74)[None] % 3 == 0
+    loss, fields = PreferenceLoss(FinetuneConfig(objective="kto"), None), (ones, ones, ones, ones, reference, labels)
+
+    def values(part: slice) -> torch.Tensor:
+        pairs = Pairs(*[*(field[:, part] for field in fields), torch.tensor(0.1)])
+        return loss._values(logps[:, part], pairs)[0]
+
+    parts = [values(slice(example, example + 1)) for example in range(74)]
+    assert torch.equal(values(slice(74)), torch.cat(parts, dim=-1))
 
 
 def write_pairs(path: Path, pairs: list[Pair]) -> str:
