@@ -22,10 +22,9 @@ from dataclasses import fields
 
 from data_prep.lib.find_inputs import TEXT_SUFFIXES
 from data_prep.lib.next_command import next_training
-from data_prep.lib.run_options import RunOptions, add_run_flags, add_token_flags, collect, reject
+from data_prep.lib.run_options import RunOptions, add_run_flags, add_token_flags, collect, parser_with_input, reject
 from data_prep.lib.sft_and_text_sets import TextOptions, make_text_set
 from megatron_llama.system.errors import run_main
-from megatron_llama.system.rerun_command import ArgumentParser
 
 UNSUPPORTED = {
     "split_sentences": "datasets hold documents. Remove the flag",
@@ -36,14 +35,7 @@ UNSUPPORTED = {
 
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
-    result = ArgumentParser(
-        description=(__doc__ or "").partition("\n\n")[0],
-        epilog="Formats, bad lines and failures: docs/guides/data/data.md",
-    )
-    data = result.add_argument_group("input")
-    data.add_argument(
-        "--input", nargs="+", required=True, metavar="PATH", help="files, folders or glob patterns; - reads stdin"
-    )
+    result, data = parser_with_input(__doc__, "Formats, bad lines and failures: docs/guides/data/data.md")
     data.add_argument(
         "--json-keys",
         nargs="+",

@@ -25,24 +25,16 @@ from typing import Any
 from data_prep.lib.input_readers import PARTS, split_lines
 from data_prep.lib.next_command import next_training
 from data_prep.lib.record_formats import FORMATS
-from data_prep.lib.run_options import RunOptions, add_run_flags, add_token_flags, collect, reject
+from data_prep.lib.run_options import RunOptions, add_run_flags, add_token_flags, collect, parser_with_input, reject
 from data_prep.lib.sft_and_text_sets import ExampleOptions, find_record_files, make_sft_set
 from megatron_llama.config.settings import CHAT_TEMPLATES, LABEL_TEMPLATES
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.object_store import hide_credentials, is_url
-from megatron_llama.system.rerun_command import ArgumentParser
 
 
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
-    result = ArgumentParser(
-        description=(__doc__ or "").partition("\n\n")[0],
-        epilog="Formats, templates and bad records: docs/guides/data/sft_data.md",
-    )
-    data = result.add_argument_group("input")
-    data.add_argument(
-        "--input", nargs="+", required=True, metavar="PATH", help="files, folders or glob patterns; - reads stdin"
-    )
+    result, data = parser_with_input(__doc__, "Formats, templates and bad records: docs/guides/data/sft_data.md")
     data.add_argument(
         "--format", choices=FORMATS, default="auto", help="record format (default auto: detected from keys and suffix)"
     )

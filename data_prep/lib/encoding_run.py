@@ -24,6 +24,14 @@ from megatron_llama.system.progress import duration
 from megatron_llama.system.signals import JOB_SIGNALS, handle_signals
 
 
+class BadRecord(UserError):
+    """A bad line that stops the run."""
+
+    def __init__(self, rule: str, instead: str) -> None:
+        super().__init__(f"{rule}. Nothing was written. {instead}")
+        self.rule = rule
+
+
 class EncodingRun:
     """The encoding of one run."""
 
@@ -96,7 +104,7 @@ class EncodingRun:
                 fix = f"Fix the {source.unit}, or write --on-bad-line skip"
                 if self.job.chat is None and (is_table(source.path) or (line == 1 and record.raw[:1] == b"[")):
                     fix = "Only sft.py reads JSON arrays and .tsv tables: write a record per line, or .csv"
-                raise UserError(f"{where}: {record.reason}: {record.detail}. Nothing was written. {fix}")
+                raise BadRecord(f"{where}: {record.reason}: {record.detail}", fix)
             try:
                 raw: dict[str, Any] = {"raw": record.raw.decode("utf-8")}
             except UnicodeDecodeError:

@@ -33,6 +33,7 @@ from megatron_llama.config.settings import DataConfig
 from megatron_llama.system.errors import LaunchFailed, MachineError, Stopped, UserError
 from megatron_llama.system.files import sha256_file, try_lock, user_cache, wait_for_lock
 from megatron_llama.system.wrapping import wrap
+from megatron_llama.text.conversation import variables_problems
 from megatron_llama.text.tokenizer import TOKENIZER_FILES
 
 if TYPE_CHECKING:
@@ -83,7 +84,11 @@ def prepare_datasets(
     too_large: list[Problem] = []
     unreadable: list[Problem] = []
     files_to_prepare = _find_records(config, data, files, too_large, unreadable)
-    if problems := [*too_large, *(unreadable if make else ())]:  # a plan notes unreadable files
+    problems = [*too_large, *(unreadable if make else ())]  # a plan notes unreadable files
+    setting, variables = "data.chat_template_kwargs", data.chat_template_kwargs
+    for rule in variables_problems(data.chat_template, variables):
+        problems.append(Problem(setting, variables, rule, f"omit {setting}, or set other variables"))
+    if problems:
         raise ConfigError(problems)
     unprepared = [records for records in files_to_prepare if make or not records.folder.is_dir()]
     if not make and (problems := [problem for records in unprepared for problem in _check(records, data)]):
@@ -110,8 +115,7 @@ def _find_records(
         try:
             stamp = _stamp(path)
             if (size := sum(size for _, size, _ in stamp)) > MAX_BYTES:
-                limit = MAX_BYTES >> 20
-                rule = f"has {size / 2**20:,.0f} MiB; the limit for preparation at startup is {limit} MiB"
+                rule = f"has {size / 2**20:,.0f} MiB; the limit for preparation at startup is {MAX_BYTES >> 20} MiB"
                 fix = f"prepare it first: {_command(path, tokenizer, data, format)}"
                 too_large.append(Problem(setting, path, rule, fix))
                 continue
@@ -122,9 +126,8 @@ def _find_records(
             unreadable.append(Problem(setting, path, rule, "fix the permissions, or write another path"))
             continue
         except UserError as error:
-            unreadable.append(
-                Problem(setting, path, str(error), "write a JSONL, CSV or Parquet file, or a folder of such files")
-            )
+            fix = "write a JSONL, CSV or Parquet file, or a folder of such files"
+            unreadable.append(Problem(setting, path, str(error), fix))
             continue
         files_to_prepare.append(RecordFile(setting, path, tokenizer, folder, stamp, format))
     return files_to_prepare
@@ -159,11 +162,7 @@ def _with_prefixes(config: Config, prepared: list[RecordFile], *, all_prepared: 
 
 
 def _key(path: str, records: list[str], tokenizer: str, data: DataConfig, format: str) -> str:
-    """Return a digest of the options that determine the dataset. Raises OSError.
-
-    Args:
-        records: The files at ``path``.
-    """
+    """Return a digest of tokenizer, options and ``records``, the files at ``path``. Raises OSError."""
     tokenizer_path = Path(tokenizer)
     folder = tokenizer_path if tokenizer_path.is_dir() else tokenizer_path.parent
     files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
@@ -233,7 +232,7 @@ def _check(records: RecordFile, data: DataConfig) -> list[Problem]:
         examples = _examples(records, data)
         build_chat_format(examples, find_record_files([path], examples, lambda _: None).sources)
     except UserError as error:
-        return [_problem(str(error), records, data)]
+        return [_problem(error, records, data)]
     return []
 
 
@@ -256,7 +255,7 @@ def _prepare(records: RecordFile, data: DataConfig, temporary: Path) -> dict[str
         options = RunOptions(str(temporary / _dataset_name(records.path)))
         manifest = make_sft_set([os.path.abspath(records.path)], _examples(records, data), options, lambda _: None)
     except UserError as error:
-        raise ConfigError([_problem(str(error), records, data)]) from None
+        raise ConfigError([_problem(error, records, data)]) from None
     except MachineError as error:
         raise LaunchFailed(f"cannot prepare {records.path}: {error}") from error
     except Stopped as error:
@@ -273,37 +272,24 @@ def _prepare(records: RecordFile, data: DataConfig, temporary: Path) -> dict[str
     return manifest
 
 
-_SETTINGS = {
-    "--chat-template": "data.chat_template",
-    "--template": "data.template",
-    "--tokenizer-model": "data.tokenizer",
-}
-"""Settings of a run by the flags of data_prep/sft.py that they stand for."""
-_VARIABLES = "--chat-template-kwargs: "
 _FORMATS = {"--format unpaired": "finetune.objective=kto", "--format ": "data.format="}
 """Settings in place of formats in messages about records."""
 
 
-def _problem(message: str, records: RecordFile, data: DataConfig) -> Problem:
+def _problem(error: UserError, records: RecordFile, data: DataConfig) -> Problem:
     """Return an error of the preparation as a problem of a setting. Its remedy names settings, not flags."""
-    from megatron_llama.text.chat_template import BAD_TEMPLATE
+    from data_prep.lib.encoding_run import BadRecord
+    from megatron_llama.text.chat_template import TemplateError
 
-    for flag, setting in _SETTINGS.items():
-        rule, separator, remedy = message.partition(f": write {flag} ")
-        if separator:
-            value = {"data.chat_template": data.chat_template, "data.template": data.template}.get(setting)
-            return Problem(setting, value or records.tokenizer, rule, f"write {setting}={remedy}")
-    if message.startswith(_VARIABLES):
-        rule, setting = message.removeprefix(_VARIABLES), "data.chat_template_kwargs"
-        return Problem(setting, data.chat_template_kwargs, rule, f"omit {setting}, or set other variables")
-    if BAD_TEMPLATE in message:
-        return Problem("data.chat_template", data.chat_template, message, "correct the template")
-    rule, _, hint = message.partition(" Nothing was written.")
+    if isinstance(error, TemplateError):
+        instead = f"write data.chat_template={error.instead}" if error.instead else "correct the template"
+        return Problem("data.chat_template", data.chat_template, error.rule, instead)
+    rule, fix = str(error), "fix the file"
+    if isinstance(error, BadRecord):
+        rule = error.rule
+        fix = f"fix it, or skip bad lines: {_command(records.path, records.tokenizer, data, records.format)}"
     for flag, setting in _FORMATS.items():
         rule = rule.replace(flag, setting)
-    fix = "fix the file"
-    if hint:
-        fix = f"fix it, or skip bad lines: {_command(records.path, records.tokenizer, data, records.format)}"
     return Problem(records.setting, records.path, rule.rstrip("."), fix)
 
 

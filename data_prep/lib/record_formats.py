@@ -19,7 +19,6 @@ from megatron_llama.config.settings import CHAT_FORMATS, RENDERED
 from megatron_llama.system.errors import UserError
 from megatron_llama.text.conversation import (
     REASONING_OMITTED,
-    RESERVED,
     RecordError,
     TemplateContext,
     Turn,
@@ -28,6 +27,7 @@ from megatron_llama.text.conversation import (
     hermes_tools,
     parse_calls,
     parse_tools,
+    reserved_names,
 )
 
 _CALLS = ("function_call", "tool_call")
@@ -161,8 +161,8 @@ def _context(record: Mapping[str, Any]) -> TemplateContext:
     variables = record.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
         raise RecordError("bad_tools", "chat_template_kwargs is not an object")
-    if reserved := RESERVED & {*variables}:
-        raise RecordError("bad_tools", f"chat_template_kwargs cannot set {', '.join(sorted(reserved))}")
+    if names := reserved_names(variables):
+        raise RecordError("bad_tools", f"chat_template_kwargs cannot set {names}")
     return TemplateContext(tuple(tools), {key: value for key, value in variables.items() if value is not None})
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from data_prep.lib.input_readers import Source
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.progress import ProgressBar, duration
+from megatron_llama.system.rerun_command import ArgumentParser
 from megatron_llama.system.ulimits import usable_cores
 from megatron_llama.text.conversation import Template, TemplateContext, Turn
 from megatron_llama.text.loss_spans import TextSpan
@@ -103,6 +104,15 @@ def add_bad_line_flag(parser: argparse._ActionsContainer) -> None:
     """Add ``RunOptions.on_bad_line``."""
     choices, text = ["error", "skip"], "stop at a bad line, or skip it (default error)"
     parser.add_argument("--on-bad-line", choices=choices, default="error", help=text)
+
+
+def parser_with_input(doc: str | None, guide: str) -> tuple[ArgumentParser, argparse._ArgumentGroup]:
+    """Return the parser of a program with this docstring, and its group with --input."""
+    parser = ArgumentParser(description=(doc or "").partition("\n\n")[0], epilog=guide)
+    data = parser.add_argument_group("input")
+    text = "files, folders or glob patterns; - reads stdin"
+    data.add_argument("--input", nargs="+", required=True, metavar="PATH", help=text)
+    return parser, data
 
 
 def add_run_flags(data: argparse._ArgumentGroup, output: argparse._ArgumentGroup, writes: str) -> None:

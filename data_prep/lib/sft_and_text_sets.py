@@ -21,8 +21,16 @@ from megatron_llama.config.data_settings import MASK_SUFFIX, TOKEN_SETTINGS, New
 from megatron_llama.config.hub import resolve_hub_name
 from megatron_llama.config.settings import CHAT_TEMPLATES, RENDERED
 from megatron_llama.system.errors import UserError
-from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, NamedTemplate, RenderedText, TrainedTemplate
-from megatron_llama.text.conversation import LABELLED, RESERVED
+from megatron_llama.text.chat_template import (
+    NAMED_TEMPLATES,
+    OTHERS,
+    Jinja,
+    NamedTemplate,
+    RenderedText,
+    TemplateError,
+    TrainedTemplate,
+)
+from megatron_llama.text.conversation import LABELLED, variables_problems
 from megatron_llama.text.tokenizer import open_tokenizer
 
 KEYS = ("sft", "sft" + MASK_SUFFIX)
@@ -67,16 +75,14 @@ class ExampleOptions:
             yield "--seq-length must be at least 1"
         if self.chat_template not in CHAT_TEMPLATES and not is_template_file(self.chat_template):
             yield f"--chat-template {self.chat_template}: write {', '.join(CHAT_TEMPLATES)} or FILE.jinja"
-        if reserved := RESERVED & {*self.chat_template_kwargs}:
-            yield f"--chat-template-kwargs: {', '.join(sorted(reserved))} cannot be set"
+        for rule in variables_problems(self.chat_template, self.chat_template_kwargs):
+            yield f"--chat-template-kwargs: {rule}"
         if self.format == RENDERED and (self.chat_template != "own" or self.chat_template_kwargs or self.template):
             yield "--format text has rendered chats: omit --chat-template, --chat-template-kwargs and --template"
         if self.response_marker is not None and (self.format != RENDERED or not self.response_marker):
             yield f"--response-marker {self.response_marker!r}: write a text that begins an answer, with --format text"
         if self.response_marker is not None and self.train_on_inputs:
             yield "--response-marker has no effect with --train-on-inputs: omit one"
-        if self.chat_template_kwargs and self.chat_template in NAMED_TEMPLATES:
-            yield f"--chat-template-kwargs: the template {self.chat_template} has no variables"
 
     def is_table(self, source: Source) -> bool:
         """Whether a file is a table with a header instead of JSON records."""
@@ -127,16 +133,11 @@ def build_chat_format(examples: ExampleOptions, sources: Sequence[Source]) -> Ch
     source = template.source if isinstance(template, Jinja) else repr(template)
     if not is_jinja:
         # The model must be trained on a token that ends an answer.
-        if examples.chat_template == "chatml":
-            if tokenizer.control(CHATML_END) is None:
-                raise UserError(
-                    f"--chat-template chatml ends answers with {CHATML_END}, which {model} does not have: "
-                    "write --chat-template dialogue, prompter or plain"
-                )
-        elif tokenizer.end is None:
-            raise UserError(
-                f"--chat-template {examples.chat_template} needs an end-of-text token, which {model} does not have"
-            )
+        name, lacks = examples.chat_template, f"which {model} does not have"
+        if name == "chatml" and tokenizer.control(CHATML_END) is None:
+            raise TemplateError(f"--chat-template chatml ends answers with {CHATML_END}, {lacks}", OTHERS)
+        if name != "chatml" and tokenizer.end is None:
+            raise UserError(f"--chat-template {name} needs an end-of-text token, {lacks}")
     if examples.add_bos and is_jinja and not is_text:
         raise UserError(
             "--add-bos: the tokenizer's chat template already writes the begin-of-text token. Remove --add-bos"

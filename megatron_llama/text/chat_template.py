@@ -28,7 +28,15 @@ from megatron_llama.text.tokenizer import SETTINGS, Tokenizer, open_tokenizer, r
 
 OWN = "own"
 """Name of the tokenizer's template."""
-BAD_TEMPLATE = "the chat template is not valid Jinja"
+
+
+class TemplateError(UserError):
+    """A chat template that is missing, invalid, or does not fit its tokenizer."""
+
+    def __init__(self, rule: str, instead: str = "") -> None:
+        """``instead``: values of --chat-template that would work; "" if the template must be corrected."""
+        super().__init__(f"{rule}: write --chat-template {instead}" if instead else rule)
+        self.rule, self.instead = rule, instead
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,7 @@ def _marked(text: str, learn: bool) -> list[TextSpan]:
     return [TextSpan(part, learn, control=bool(number % 2)) for number, part in enumerate(parts) if part]
 
 
-OTHERS = "--chat-template dialogue, prompter or plain"
+OTHERS = "dialogue, prompter or plain"
 """Templates for tokenizers without a template, in messages. chatml needs control tokens that few base models have."""
 _NOWHERE = "\ue000\ue001"
 """Private-use characters, which no template contains."""
@@ -154,13 +162,13 @@ class Jinja:
             where: Source of the template, for messages.
 
         Raises:
-            UserError: The template does not compile.
+            TemplateError: The template does not compile.
         """
         try:
             source.encode()  # rejects lone surrogates
             self._sandbox = Sandbox(source)
         except (TemplateFault, UnicodeError) as error:
-            raise UserError(f"{where}: {BAD_TEMPLATE}: {error}") from None
+            raise TemplateError(f"{where}: the chat template is not valid Jinja: {error}") from None
         self.source, self._variables = source, variables
         self._ends = tuple(ends)
         self._marks_answers = re.search(r"{%[-+]?\s*generation\b", source) is not None
@@ -322,12 +330,12 @@ def _note_reasoning(text: str, turns: Sequence[Turn], notes: list[str] | None) -
 
 
 def read_template(file: Path) -> str:
-    """Return the text of a Jinja file. Raises UserError."""
+    """Return the text of a Jinja file. Raises TemplateError."""
     try:
         return read_whole(file).decode()
     except (OSError, ValueError) as error:
         rule = getattr(error, "strerror", None) or error
-        raise UserError(f"{file} cannot be read ({rule}): write --chat-template own or FILE.jinja") from None
+        raise TemplateError(f"{file} cannot be read ({rule})", "own or FILE.jinja") from None
 
 
 def load_own_template(
@@ -345,10 +353,10 @@ def load_own_template(
         name: Its file, for messages.
 
     Raises:
-        UserError: The tokenizer has no template, or it does not compile.
+        TemplateError: The tokenizer has no template, or it does not compile.
     """
     if source is None and path.is_file() and path.suffix != ".json":
-        raise UserError(f"{path} is a sentencepiece model, which has no chat template: write {OTHERS}")
+        raise TemplateError(f"{path} is a sentencepiece model, which has no chat template", OTHERS)
     folder = path if path.is_dir() else path.parent
     config = read_settings(folder / SETTINGS) or {}
     file = folder / "chat_template.jinja"
@@ -360,7 +368,7 @@ def load_own_template(
         chosen = (one.get("template") for one in source if isinstance(one, dict) and one.get("name") == "default")
         source = next(chosen, None)
     if not isinstance(source, str):
-        raise UserError(f"{folder} has no chat template: write {OTHERS}")
+        raise TemplateError(f"{folder} has no chat template", OTHERS)
     named = {**(read_settings(folder / "special_tokens_map.json") or {}), **config}
     names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
     values = {name: one.get("content") if isinstance(one := named.get(name), dict) else one for name in names}

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_llama.config.settings import CHAT_TEMPLATES
+
 
 @dataclass(frozen=True)
 class Template:
@@ -82,8 +84,20 @@ class TemplateContext:
 REASONING_OMITTED = "reasoning beside an answer left out"  # a key in stored manifests; prose: ok
 """Note on a record, counted in the manifest."""
 NO_CONTEXT = TemplateContext()
-RESERVED = {"messages", "tools", "add_generation_prompt"}
-"""Variables of Jinja templates that ``chat_template_kwargs`` cannot set."""
+_RESERVED = ("add_generation_prompt", "messages", "tools")
+
+
+def reserved_names(variables: Mapping[str, Any]) -> str:
+    """List the variables of a Jinja template that ``chat_template_kwargs`` cannot set; "" if there are none."""
+    return ", ".join(name for name in _RESERVED if name in variables)
+
+
+def variables_problems(template: str, variables: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the problems of ``chat_template_kwargs`` for a chat template."""
+    if names := reserved_names(variables):
+        yield f"{names} cannot be set"
+    if variables and template != "own" and template in CHAT_TEMPLATES:
+        yield f"the template {template} has no variables"
 
 
 class RecordError(Exception):

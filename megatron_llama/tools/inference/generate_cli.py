@@ -146,16 +146,16 @@ def _sampling(arguments: argparse.Namespace, saved: SavedModel, problems: Proble
 
 def _variables(arguments: argparse.Namespace, problems: Problems) -> dict[str, Any]:
     """Return --chat-template-kwargs."""
-    from megatron_llama.text.conversation import RESERVED
+    from megatron_llama.text.conversation import reserved_names
 
     text = arguments.chat_template_kwargs
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
         value = None
-    if isinstance(value, dict) and not RESERVED & {*value}:
+    names = reserved_names(value) if isinstance(value, dict) else ""
+    if isinstance(value, dict) and not names:
         return value
-    names = ", ".join(sorted(RESERVED & {*value})) if isinstance(value, dict) else ""
     instead = """write --chat-template-kwargs '{"enable_thinking": false}'"""
     problems.add("--chat-template-kwargs", text, f"cannot set {names}" if names else "must be a JSON object", instead)
     return {}
