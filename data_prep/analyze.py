@@ -18,9 +18,6 @@ if __package__ in (None, ""):  # run as a script: keep inspect.py in this folder
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
     import megatron_llama  # noqa: F401  (ends the program at Ctrl-C while it imports the rest)
-    from megatron_llama.system.missing_packages import report_missing_packages
-
-    report_missing_packages()
 
 import argparse
 import importlib
@@ -144,13 +141,8 @@ def document_length(dataset: IndexedDataset, unit: int, seq_length: int | None) 
     return float((inside * lengths).sum() / inside.sum())
 
 
-def rarity_table(counts: np.ndarray) -> np.ndarray:
-    """Return the rarity of each id, -log(frequency), float64 [vocab]."""
-    return -np.log(np.maximum(counts, 1) / counts.sum())
-
-
 def rarity(table: np.ndarray, ids: np.ndarray) -> float:
-    """Return the rounded-down sum of the tokens' rarities, as DeepSpeed's vocab_rarity."""
+    """Return the rounded-down sum of the tokens' rarities, -log(frequency), as DeepSpeed's vocab_rarity."""
     return float(int(table[ids].sum()))
 
 
@@ -242,7 +234,7 @@ def run(analysis: Analysis, part: tuple[int, int], workers: int) -> bool:
         total = np.zeros(max(map(len, counts)), dtype=np.int64)
         for one in counts:
             total[: len(one)] += one
-        _save(analysis.work / TABLE, rarity_table(total))
+        _save(analysis.work / TABLE, -np.log(np.maximum(total, 1) / total.sum()))
     if not _map(analysis, VALUES, measure_shard, part, workers):
         return False
     try:
@@ -293,22 +285,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="docs/guides/methods/curriculum.md",
     )
-    parser.add_argument("prefix", help="dataset path, with or without .bin or .idx")
-    parser.add_argument(
-        "--metric", required=True, help=f"{RARITY}, {LENGTH} or a dotted path to a function of token ids"
-    )
-    parser.add_argument(
-        "--seq-length", type=int, metavar="N", help="data.seq_length of your runs; not for fine-tuning datasets"
-    )
-    parser.add_argument("--name", help="name in data.curriculum (default: last component of --metric)")
-    parser.add_argument(
-        "--output",
-        metavar="FOLDER",
-        help="output folder (default: PREFIX_metrics); write it as index in data.curriculum",
-    )
-    parser.add_argument("--workers", type=int, default=cores(), help="processes (default: one per core)")
-    parser.add_argument("--part", metavar="K/N", help="process part K of N; the last finished part joins all parts")
-    parser.add_argument("--overwrite", action="store_true", help="replace an analysis of another metric or dataset")
+    add = parser.add_argument
+    add("prefix", help="dataset path, with or without .bin or .idx")
+    add("--metric", required=True, help=f"{RARITY}, {LENGTH} or a dotted path to a function of token ids")
+    add("--seq-length", type=int, metavar="N", help="data.seq_length of your runs; not for fine-tuning datasets")
+    add("--name", help="name in data.curriculum (default: last component of --metric)")
+    text = "output folder (default: PREFIX_metrics); write it as index in data.curriculum"
+    add("--output", metavar="FOLDER", help=text)
+    add("--workers", type=int, default=cores(), help="processes (default: one per core)")
+    add("--part", metavar="K/N", help="process part K of N; the last finished part joins all parts")
+    add("--overwrite", action="store_true", help="replace an analysis of another metric or dataset")
     args = parser.parse_args(arguments)
     RunOptions(output_prefix=args.prefix, workers=args.workers, part=args.part)
     number, _, count = (args.part or "1/1").partition("/")

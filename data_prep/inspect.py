@@ -66,8 +66,7 @@ def decoded(
 ) -> Iterator[str]:
     """Yield a document's ids, and its text if the tokenizer is available.
 
-    Raises:
-        UserError: The document does not exist, or the tokenizer differs from the manifest's.
+    Raises UserError if the document does not exist, or the tokenizer differs from the manifest's.
     """
     ids = dataset.document(number).tolist()
     yield f"document {number}: {len(ids):,} tokens, ids {' '.join(map(str, ids[:12]))}{' ...' if len(ids) > 12 else ''}"
@@ -99,19 +98,13 @@ def decoded(
 def main() -> int:
     """Run the command line; return the exit status."""
     parser = ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("prefix", help="dataset path, with or without .bin or .idx")
-    parser.add_argument(
-        "--document", type=int, default=0, metavar="N", help="document to decode, counted from 0 (default 0)"
-    )
-    parser.add_argument("--tokenizer-model", metavar="PATH", help="default: the tokenizer in the manifest")
-    parser.add_argument(
-        "--characters",
-        type=int,
-        default=SHOWN_CHARACTERS,
-        metavar="N",
-        help="characters of the document to print (default 1000)",
-    )
-    parser.add_argument("--no-hashes", action="store_true", help="skip the sha256 checks, which are the slowest")
+    add = parser.add_argument
+    add("prefix", help="dataset path, with or without .bin or .idx")
+    add("--document", type=int, default=0, metavar="N", help="document to decode, counted from 0 (default 0)")
+    add("--tokenizer-model", metavar="PATH", help="default: the tokenizer in the manifest")
+    text = "characters of the document to print (default 1000)"
+    add("--characters", type=int, default=SHOWN_CHARACTERS, metavar="N", help=text)
+    add("--no-hashes", action="store_true", help="skip the sha256 checks, which are the slowest")
     args = parser.parse_args()
     from data_prep.lib.output_files import find_problems, open_local, read_manifest
 

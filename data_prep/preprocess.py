@@ -36,47 +36,33 @@ UNSUPPORTED = {
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
     result, data = parser_with_input(__doc__, "Formats, bad lines and failures: docs/guides/data/data.md")
-    data.add_argument(
-        "--json-keys",
-        nargs="+",
-        metavar="KEY",
-        help="JSON keys of the text, one dataset per key (default: text, raw_content or content)",
-    )
-    data.add_argument(
-        "--text-suffixes",
-        nargs="+",
-        default=list(TEXT_SUFFIXES),
-        metavar="S",
-        help="suffixes of files that are one document each (default .txt)",
-    )
+    add = data.add_argument
+    text = "JSON keys of the text, one dataset per key (default: text, raw_content or content)"
+    add("--json-keys", nargs="+", metavar="KEY", help=text)
+    text = "suffixes of files that are one document each (default .txt)"
+    add("--text-suffixes", nargs="+", default=list(TEXT_SUFFIXES), metavar="S", help=text)
     tokenizer = result.add_argument_group("tokenizer")
-    tokenizer.add_argument("--tokenizer-library", help="sentencepiece, huggingface or tiktoken (default: detected)")
-    tokenizer.add_argument("--tokenizer-type", help="Hugging Face folder, or a tokenizer type of Megatron")
-    tokenizer.add_argument("--tokenizer-model", metavar="PATH", help=".model file or Hugging Face folder")
+    add = tokenizer.add_argument
+    add("--tokenizer-library", help="sentencepiece, huggingface or tiktoken (default: detected)")
+    add("--tokenizer-type", help="Hugging Face folder, or a tokenizer type of Megatron")
+    add("--tokenizer-model", metavar="PATH", help=".model file or Hugging Face folder")
     add_token_flags(tokenizer)
-    tokenizer.add_argument("--append-eod", action="store_true", help="append the end-of-text token to each document")
-    tokenizer.add_argument(
-        "--prepend-bos",
-        action="store_true",
-        help="begin each document with the begin-of-text token, as Llama 2 and 3 were pretrained",
-    )
-    tokenizer.add_argument(
-        "--encoder",
-        choices=["auto", "sentencepiece", "gigatoken", "kitoken"],
-        default="auto",
-        help="for sentencepiece models; auto picks the fastest encoder whose ids match sentencepiece's (default auto)",
-    )
+    add("--append-eod", action="store_true", help="append the end-of-text token to each document")
+    text = "begin each document with the begin-of-text token, as Llama 2 and 3 were pretrained"
+    add("--prepend-bos", action="store_true", help=text)
+    text = "for sentencepiece models; auto picks the fastest encoder whose ids match sentencepiece's (default auto)"
+    add("--encoder", choices=["auto", "sentencepiece", "gigatoken", "kitoken"], default="auto", help=text)
     output = result.add_argument_group("output and run")
     add_run_flags(data, output, "PATH_KEY_document.bin ...")
     output.add_argument(
         "--block-mib", type=float, default=RunOptions.block_mib, help="MiB of text per worker task (default 4)"
     )
-    known = result.add_argument_group("accepted for compatibility with Megatron and NeMo, no effect")
-    known.add_argument("--dataset-impl", choices=["mmap"], default="mmap", help="only mmap is supported")
+    add = result.add_argument_group("accepted for compatibility with Megatron and NeMo, no effect").add_argument
+    add("--dataset-impl", choices=["mmap"], default="mmap", help="only mmap is supported")
     for flag in ("--log-interval", "--partitions", "--make-vocab-size-divisible-by", "--vocab-size"):
-        known.add_argument(flag, type=int, help=argparse.SUPPRESS)
+        add(flag, type=int, help=argparse.SUPPRESS)
     for flag in ("--need-pad-id", "--keep-sequential-samples", "--split-sentences", "--ftfy"):
-        known.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+        add(flag, action="store_true", help=argparse.SUPPRESS)
     return result
 
 

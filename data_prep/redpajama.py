@@ -30,18 +30,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from data_prep.lib.download import (
-    URL_LIST,
-    V2,
-    DownloadItem,
-    fetch_all,
-    find_subsets,
-    parse_sums,
-    read_text,
-    shares,
-    subset_of,
-    write_conf,
-)
+from data_prep.lib import download
+from data_prep.lib.download import V2, DownloadItem, subset_of
 from data_prep.lib.find_inputs import find_sources
 from data_prep.lib.input_readers import Source, read_lines
 from data_prep.lib.next_command import blend_words, new_model_words, next_command
@@ -64,53 +54,36 @@ def parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
     result = ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     commands = result.add_subparsers(dest="command", required=True)
-    download = commands.add_parser("download", help="download the files of a URL list")
-    download.add_argument(
-        "--output", type=Path, required=True, metavar="FOLDER", help="output folder; keeps the paths of the list"
-    )
-    download.add_argument("--url-list", help="URL or file with one URL per line (default: RedPajama-1T's list)")
-    download.add_argument("--base-url", help="URL prefix to strip for local paths (default: common prefix)")
-    download.add_argument("--subsets", nargs="+", metavar="NAME", help="subsets (default: all in the list)")
-    download.add_argument("--sample", type=int, metavar="N", help="download N evenly spaced files per subset")
-    download.add_argument(
-        "--sha256sums", nargs="+", default=[], metavar="LIST", help="sha256sum lists (URLs or files) to verify"
-    )
-    download.add_argument("--jobs", type=int, default=4, help="parallel downloads (default 4)")
-    download.add_argument("--dry-run", action="store_true", help="list the files without downloading")
+    add = commands.add_parser("download", help="download the files of a URL list").add_argument
+    add("--output", type=Path, required=True, metavar="FOLDER", help="output folder; keeps the paths of the list")
+    add("--url-list", help="URL or file with one URL per line (default: RedPajama-1T's list)")
+    add("--base-url", help="URL prefix to strip for local paths (default: common prefix)")
+    add("--subsets", nargs="+", metavar="NAME", help="subsets (default: all in the list)")
+    add("--sample", type=int, metavar="N", help="download N evenly spaced files per subset")
+    add("--sha256sums", nargs="+", default=[], metavar="LIST", help="sha256sum lists (URLs or files) to verify")
+    add("--jobs", type=int, default=4, help="parallel downloads (default 4)")
+    add("--dry-run", action="store_true", help="list the files without downloading")
     prepare = commands.add_parser("prepare", help="tokenize the subsets and write the config")
-    prepare.add_argument(
-        "--input", required=True, metavar="FOLDER", help="folder written by download, or with its layout"
-    )
-    prepare.add_argument(
-        "--output", type=Path, default=Path("corpora/redpajama"), metavar="FOLDER", help="default corpora/redpajama"
-    )
-    prepare.add_argument("--tokenizer-model", required=True, metavar="PATH", help=".model file or Hugging Face folder")
-    prepare.add_argument("--tokenizer-library", help="sentencepiece, huggingface or tiktoken (default: detected)")
-    prepare.add_argument("--subsets", nargs="+", metavar="NAME", help="subsets (default: all in --input)")
-    prepare.add_argument(
-        "--quality",
-        nargs="+",
-        default=[],
-        metavar="RULE",
-        help="V2 only: keep documents that satisfy all rules, such as rps_doc_word_count>=50",
-    )
+    add = prepare.add_argument
+    add("--input", required=True, metavar="FOLDER", help="folder written by download, or with its layout")
+    add("--output", type=Path, default=Path("corpora/redpajama"), metavar="FOLDER", help="default corpora/redpajama")
+    add("--tokenizer-model", required=True, metavar="PATH", help=".model file or Hugging Face folder")
+    add("--tokenizer-library", help="sentencepiece, huggingface or tiktoken (default: detected)")
+    add("--subsets", nargs="+", metavar="NAME", help="subsets (default: all in --input)")
+    text = "V2 only: keep documents that satisfy all rules, such as rps_doc_word_count>=50"
+    add("--quality", nargs="+", default=[], metavar="RULE", help=text)
     add_bad_line_flag(prepare)
-    prepare.add_argument("--workers", type=int, default=cores(), help="processes (default: one per core)")
-    prepare.add_argument("--overwrite", action="store_true", help="replace datasets written with other options")
-    prepare.add_argument(
-        "--split", default="980,10,10", help="weights of training, validation and test (default 980,10,10)"
-    )
-    prepare.add_argument(
-        "--conf", type=Path, default=DEFAULT_CONF, metavar="FILE", help="default conf/data/prepared/redpajama.yaml"
-    )
+    add("--workers", type=int, default=cores(), help="processes (default: one per core)")
+    add("--overwrite", action="store_true", help="replace datasets written with other options")
+    add("--split", default="980,10,10", help="weights of training, validation and test (default 980,10,10)")
+    add("--conf", type=Path, default=DEFAULT_CONF, metavar="FILE", help="default conf/data/prepared/redpajama.yaml")
     return result
 
 
 def select(urls: Sequence[str], base: str, subsets: Sequence[str] | None, sample: int | None) -> dict[str, str]:
     """Map the URLs of the requested subsets and sample to paths below the output folder.
 
-    Raises:
-        UserError: A subset is not in the list, or a URL's path leaves the folder.
+    Raises UserError if a subset is not in the list, or a URL's path leaves the folder.
     """
     paths: dict[str, str] = {}
     by_subset: dict[str, list[str]] = {}
@@ -134,14 +107,14 @@ def select(urls: Sequence[str], base: str, subsets: Sequence[str] | None, sample
     return chosen
 
 
-def download(args: argparse.Namespace) -> int:
+def _download(args: argparse.Namespace) -> int:
     """Download the requested files."""
     if args.sample is not None and args.sample < 1:
         raise UserError("--sample must be at least 1")
     if args.jobs < 1:
         raise UserError("--jobs must be at least 1")
-    url_list = args.url_list or URL_LIST
-    urls = [line.strip() for line in read_text(url_list).splitlines() if line.strip()]
+    url_list = args.url_list or download.URL_LIST
+    urls = [line.strip() for line in download.read_text(url_list).splitlines() if line.strip()]
     bad = [url for url in urls if not url.startswith(("http://", "https://"))]
     if not urls or bad:
         raise UserError(
@@ -151,7 +124,7 @@ def download(args: argparse.Namespace) -> int:
     chosen = select(urls, base, args.subsets, args.sample)
     sums: dict[str, str] = {}
     for name in args.sha256sums:
-        sums |= parse_sums(read_text(name))
+        sums |= download.parse_sums(download.read_text(name))
     items = []
     for url, path in chosen.items():
         names = (path, path.partition("/")[2], os.path.basename(path))  # a list may omit folders
@@ -162,7 +135,7 @@ def download(args: argparse.Namespace) -> int:
         for item in items:
             print(f"{item.url} -> {item.path}")
         return 0
-    fetch_all(items, args.jobs, print)
+    download.fetch_all(items, args.jobs, print)
     tokenizer = args.output.with_name(args.output.name + "_tokenizer")
     keys = ["--json-keys", "raw_content"] * any(subset_of(path.split("/")[0]) == V2 for path in chosen.values())
     words = ["--input", str(args.output), *keys, "--vocab-size", "32000", "--model-prefix", str(tokenizer)]
@@ -179,10 +152,10 @@ def _common(urls: Sequence[str]) -> str:
     return (common.rsplit("/", 1)[0] if len(folders) == 1 else common) + "/"  # a single folder is the subset itself
 
 
-def prepare(args: argparse.Namespace) -> int:
+def _prepare(args: argparse.Namespace) -> int:
     """Tokenize the subsets and write the config."""
     rules = [QualityRule.parse(text) for text in args.quality]
-    folders = find_subsets(args.input)
+    folders = download.find_subsets(args.input)
     if args.subsets:
         requested = [subset_of(name) for name in args.subsets]
         missing = [name for name in requested if name not in folders]
@@ -191,7 +164,7 @@ def prepare(args: argparse.Namespace) -> int:
         folders = {name: path for name, path in folders.items() if name in requested}
     if rules and V2 not in folders:
         raise UserError(f"--quality needs the quality signals of RedPajama-V2; {args.input} has 1T. Remove --quality")
-    weights = shares(list(folders))
+    weights = download.shares(list(folders))
     prefixes = {}
     for name, folder in folders.items():
         print(f"{name} ({weights[name]:.1%} of the blend)")
@@ -205,7 +178,9 @@ def prepare(args: argparse.Namespace) -> int:
         )
         prefixes[name] = os.path.abspath(f"{prefix}_{key}_document")
     command = f"python data_prep/redpajama.py {shlex.join(sys.argv[1:])}"
-    write_conf(args.conf, prefixes, os.path.abspath(resolve_hub_name(args.tokenizer_model)), args.split, command)
+    download.write_conf(
+        args.conf, prefixes, os.path.abspath(resolve_hub_name(args.tokenizer_model)), args.split, command
+    )
     print(f"{args.conf} written")
     print(next_command("train.py", _train_words(args, prefixes, weights)))
     return 0
@@ -245,11 +220,7 @@ class QualityRule:
 
     @staticmethod
     def parse(text: str) -> QualityRule:
-        """Parse a rule.
-
-        Raises:
-            UserError: The text is not a condition.
-        """
+        """Parse a rule. Raises UserError if the text is not a condition."""
         match = RULE.match(text)
         if not match:
             raise UserError(f"--quality {text!r}: write SIGNAL>=NUMBER, for example rps_doc_word_count>=50")
@@ -258,8 +229,7 @@ class QualityRule:
     def holds(self, signals: dict[str, Any]) -> bool:
         """Whether a document satisfies the rule; a null signal does not.
 
-        Raises:
-            KeyError: The signal does not exist.
+        Raises KeyError if the signal does not exist.
         """
         spans = signals[self.signal]
         value = spans[0][2] if spans else None
@@ -356,7 +326,7 @@ def _filter_v2(folder: str, target: Path, rules: list[QualityRule]) -> Path:
 def main() -> int:
     """Run the command line; return the exit status."""
     args = parser().parse_args()
-    return download(args) if args.command == "download" else prepare(args)
+    return _download(args) if args.command == "download" else _prepare(args)
 
 
 if __name__ == "__main__":

@@ -35,40 +35,25 @@ from megatron_llama.system.object_store import hide_credentials, is_url
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
     result, data = parser_with_input(__doc__, "Formats, templates and bad records: docs/guides/data/sft_data.md")
-    data.add_argument(
-        "--format", choices=FORMATS, default="auto", help="record format (default auto: detected from keys and suffix)"
-    )
-    data.add_argument(
-        "--template", choices=LABEL_TEMPLATES, help="prompt template of labelled rows (.tsv, CSV, Parquet, JSON)"
-    )
-    data.add_argument("--split", metavar="N,M", help="draw N lines for training and M for validation")
-    data.add_argument("--seed", type=int, default=1234, help="seed of --split (default 1234)")
+    add = data.add_argument
+    add("--format", choices=FORMATS, default="auto", help="record format (default auto: detected from keys and suffix)")
+    add("--template", choices=LABEL_TEMPLATES, help="prompt template of labelled rows (.tsv, CSV, Parquet, JSON)")
+    add("--split", metavar="N,M", help="draw N lines for training and M for validation")
+    add("--seed", type=int, default=1234, help="seed of --split (default 1234)")
     example = result.add_argument_group("examples")
-    example.add_argument("--tokenizer-model", required=True, metavar="PATH", help=".model file or Hugging Face folder")
+    add = example.add_argument
+    add("--tokenizer-model", required=True, metavar="PATH", help=".model file or Hugging Face folder")
     add_token_flags(example)
     names = f"{', '.join(CHAT_TEMPLATES)} or FILE.jinja (default own: the tokenizer's)"
-    example.add_argument("--chat-template", default="own", metavar="NAME", help=names)
-    example.add_argument(
-        "--chat-template-kwargs", type=json_object, default={}, metavar="JSON", help="variables of a Jinja template"
-    )
-    example.add_argument(
-        "--response-marker", metavar="TEXT", help="--format text: loss only after this text's last occurrence"
-    )
-    example.add_argument("--seq-length", type=int, required=True, help="tokens per training sequence")
-    example.add_argument(
-        "--too-long",
-        choices=["bad", "truncate"],
-        default="bad",
-        help="longer examples are bad records or are truncated (default bad)",
-    )
-    example.add_argument(
-        "--train-on-inputs", action="store_true", help="compute the loss on all tokens, not only on answers"
-    )
-    example.add_argument(
-        "--add-bos",
-        action=argparse.BooleanOptionalAction,
-        help="begin a named template's examples with the begin-of-text token (default: as the tokenizer does)",
-    )
+    add("--chat-template", default="own", metavar="NAME", help=names)
+    add("--chat-template-kwargs", type=json_object, default={}, metavar="JSON", help="variables of a Jinja template")
+    add("--response-marker", metavar="TEXT", help="--format text: loss only after this text's last occurrence")
+    add("--seq-length", type=int, required=True, help="tokens per training sequence")
+    text = "longer examples are bad records or are truncated (default bad)"
+    add("--too-long", choices=["bad", "truncate"], default="bad", help=text)
+    add("--train-on-inputs", action="store_true", help="compute the loss on all tokens, not only on answers")
+    text = "begin a named template's examples with the begin-of-text token (default: as the tokenizer does)"
+    add("--add-bos", action=argparse.BooleanOptionalAction, help=text)
     output = result.add_argument_group("output and run")
     add_run_flags(data, output, "PATH_sft.bin ...")
     return result

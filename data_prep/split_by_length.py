@@ -14,9 +14,6 @@ if __package__ in (None, ""):  # run as a script: keep inspect.py in this folder
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
     import megatron_llama  # noqa: F401  (ends the program at Ctrl-C while it imports the rest)
-    from megatron_llama.system.missing_packages import report_missing_packages
-
-    report_missing_packages()
 
 import argparse
 import json
@@ -40,14 +37,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("prefix", help="dataset path, with or without .bin or .idx")
-    parser.add_argument(
-        "--at",
-        type=int,
-        nargs="+",
-        required=True,
-        metavar="TOKENS",
-        help="lengths at which to divide; a document of exactly this length belongs to the longer ones",
-    )
+    text = "lengths at which to divide; a document of exactly this length belongs to the longer ones"
+    parser.add_argument("--at", type=int, nargs="+", required=True, metavar="TOKENS", help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace existing datasets")
     return parser
 

@@ -56,8 +56,7 @@ def texts(sources: Sequence[Source], keys: Sequence[str], skipped: Counter[str])
 def sample_sentences(documents: Iterator[str], available: int, sample_bytes: int) -> Iterator[str]:
     """Yield lines of evenly spaced documents, about ``sample_bytes`` of ``available`` bytes. Deterministic.
 
-    Raises:
-        UserError: All documents are empty.
+    Raises UserError if all documents are empty.
     """
     share = min(1.0, sample_bytes / max(1, available))
     taken = offered = 0.0
@@ -79,8 +78,7 @@ def sample_sentences(documents: Iterator[str], available: int, sample_bytes: int
 def train(sentences: Iterator[str], vocab_size: int) -> bytes:
     """Train a tokenizer; return the serialized model.
 
-    Raises:
-        UserError: The text is too short or too uniform for ``vocab_size``.
+    Raises UserError if the text is too short or too uniform for ``vocab_size``.
     """
     import sentencepiece
 
@@ -160,15 +158,14 @@ def _preprocess_words(args: argparse.Namespace) -> list[str]:
 def main() -> int:
     """Run the command line; return the exit status."""
     parser = ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--input", nargs="+", required=True, metavar="PATH", help="files, folders or glob patterns, as in preprocess.py"
     )
-    parser.add_argument(
-        "--json-keys", nargs="+", metavar="KEY", help="JSON keys of the text (default: text, raw_content or content)"
-    )
-    parser.add_argument("--vocab-size", type=int, default=32000, help="vocabulary size (default 32000)")
-    parser.add_argument("--model-prefix", type=Path, required=True, help="writes PREFIX.model and PREFIX.vocab")
-    parser.add_argument("--sample-mib", type=float, default=64.0, help="MiB of text to sample (default 64)")
+    add("--json-keys", nargs="+", metavar="KEY", help="JSON keys of the text (default: text, raw_content or content)")
+    add("--vocab-size", type=int, default=32000, help="vocabulary size (default 32000)")
+    add("--model-prefix", type=Path, required=True, help="writes PREFIX.model and PREFIX.vocab")
+    add("--sample-mib", type=float, default=64.0, help="MiB of text to sample (default 64)")
     args = parser.parse_args()
     if args.vocab_size <= BYTE_AND_CONTROL_PIECES:
         raise UserError(

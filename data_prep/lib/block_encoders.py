@@ -16,14 +16,8 @@ from data_prep.lib.tokenizer_backends import Encoder, check_same
 from megatron_llama.config.data_settings import REJECTED
 from megatron_llama.config.settings import RENDERED
 from megatron_llama.corpus.indexed_format import MASK_DTYPE, token_dtype
-from megatron_llama.text.conversation import (
-    NO_CONTEXT,
-    RecordError,
-    TemplateContext,
-    Turns,
-    check_control_tokens,
-    labelled_turns,
-)
+from megatron_llama.text import conversation
+from megatron_llama.text.conversation import RecordError, TemplateContext, Turns
 from megatron_llama.text.loss_spans import encode_spans
 
 # With a fast encoder, one document in this many is also encoded by the reference.
@@ -190,12 +184,12 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[int]]]):
         if columns is not None:
             assert template is not None, "sft.py requires --template for tables"
             values = parse_text(line).removesuffix("\r").split("\t")
-            return {0: labelled_turns(columns, values, template)}, NO_CONTEXT, []
+            return {0: conversation.labelled_turns(columns, values, template)}, conversation.NO_CONTEXT, []
         record = parse_object(line)
         if template is not None and (has_columns or record.keys() >= {*template.fields}):
             texts = {name: "" if record.get(name) is None else str(record[name]) for name in template.fields}
-            conversations = {0: labelled_turns([*texts], [*texts.values()], template)}
-            context, notes = NO_CONTEXT, list[str]()
+            conversations = {0: conversation.labelled_turns([*texts], [*texts.values()], template)}
+            context, notes = conversation.NO_CONTEXT, list[str]()
         else:
             conversations, context, notes = parse_record(record, chat.format)
         return conversations, context, [*notes, *([REPEATED_KEY] if repeats_key(line, record) else [])]
@@ -204,7 +198,7 @@ class ExampleEncoder(BlockEncoder[tuple[list[int], list[int]]]):
         """Return (ids, mask) of a conversation, and add to ``notes``. Raises RecordError."""
         chat = self.chat
         if chat.own_template and chat.format != RENDERED:
-            check_control_tokens(turns, context, chat.tokenizer.control_tokens)
+            conversation.check_control_tokens(turns, context, chat.tokenizer.control_tokens)
         ids, learn = encode_spans(chat.render(turns, context, notes), chat.tokenizer, parse_special=chat.own_template)
         if chat.add_bos and chat.tokenizer.bos is not None and ids[:1] != [chat.tokenizer.bos]:
             return [chat.tokenizer.bos, *ids], [False, *learn]

@@ -29,14 +29,8 @@ class BlockPosition:
 
 
 START = BlockPosition()
-
-
-@dataclass(frozen=True)
-class InputRange:
-    """Input range [begin, end)."""
-
-    begin: BlockPosition
-    end: BlockPosition
+InputRange = tuple[BlockPosition, BlockPosition]
+"""Input range [begin, end)."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +60,7 @@ class TextBlock:
 
 
 def cut_blocks(
-    sources: Sequence[Source],
-    begin: BlockPosition,
-    max_line: int,
-    block_bytes: int,
-    until: BlockPosition | None = None,
+    sources: Sequence[Source], begin: BlockPosition, max_line: int, block_bytes: int, until: BlockPosition | None = None
 ) -> Iterator[TextBlock]:
     """Yield the blocks from ``begin`` to ``until`` (default: the end) in order.
 

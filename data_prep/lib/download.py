@@ -49,11 +49,7 @@ class DownloadItem:
 
 
 def read_text(where: str) -> str:
-    """Read text from a URL or a file.
-
-    Raises:
-        UserError: It is unreadable.
-    """
+    """Read text from a URL or a file. Raises UserError if it is unreadable."""
     try:
         if "://" in where:
             with urllib.request.urlopen(where, timeout=TIMEOUT_SECONDS) as response:
@@ -218,8 +214,7 @@ def subset_of(name: str) -> str:
 def find_subsets(folder: str) -> dict[str, str]:
     """Map the subsets that have files to their folders; V2's documents are one subset.
 
-    Raises:
-        UserError: ``folder`` does not exist or has no subset.
+    Raises UserError if ``folder`` does not exist or has no subset.
     """
     if not os.path.isdir(folder):
         raise UserError(f"--input {folder} is not a folder")
@@ -245,8 +240,7 @@ def _has_records(folder: str) -> bool:
 def shares(subsets: Sequence[str]) -> dict[str, float]:
     """Return Llama's shares of the given subsets, normalized to 1; V2 alone has 1.
 
-    Raises:
-        UserError: V2 together with others, for which no shares are published.
+    Raises UserError for V2 together with others, for which no shares are published.
     """
     if list(subsets) == [V2]:
         return {V2: 1.0}

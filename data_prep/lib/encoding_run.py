@@ -45,7 +45,7 @@ class EncodingRun:
         cut: InputRange | None = None,
     ) -> None:
         """``cut`` is the input range to encode; None: all of it."""
-        self.cut = cut or InputRange(START, BlockPosition(len(job.sources)))
+        self.begin, self.end = cut or (START, BlockPosition(len(job.sources)))
         self.job, self.options, self.encoder = job, options, encoder
         self.workspace, self.ledger = workspace, ledger
         self.started_with = copy.deepcopy(ledger)
@@ -79,13 +79,13 @@ class EncodingRun:
         worker: BlockEncoder[Any] = TextEncoder(job, self.encoder)
         if job.chat is not None:
             worker = ExampleEncoder(job, self.encoder, job.chat)
-        position, first = self.ledger.position, self._disk(self.cut.begin)
+        position, first = self.ledger.position, self._disk(self.begin)
         with (
             handle_signals((signal.SIGINT, *JOB_SIGNALS), self._note_signal),
             Pool(options.workers, worker.run) as pool,
         ):
-            blocks = cut_blocks(job.sources, position, job.max_line, block_bytes, self.cut.end)
-            with PrepareProgress(self._disk(self.cut.end) - first, self._disk(position) - first) as progress:
+            blocks = cut_blocks(job.sources, position, job.max_line, block_bytes, self.end)
+            with PrepareProgress(self._disk(self.end) - first, self._disk(position) - first) as progress:
                 for block, result in pool.run(blocks, self._check_stop):
                     self._take(block, result)
                     last = block.segments[-1]
@@ -98,8 +98,8 @@ class EncodingRun:
             source = self.job.sources[block.segments[record.segment].source]
             line = self.ledger.line_before(block, record.segment, result) + record.line + 1
             where = source.path if source.is_text else f"{source.path}, {source.unit} {line}"
-            if block.segments[record.segment].source == self.cut.begin.source and self.cut.begin.offset:
-                where += f" after {'byte' if source.kind == 'lines' else 'part'} {self.cut.begin.offset:,}"
+            if block.segments[record.segment].source == self.begin.source and self.begin.offset:
+                where += f" after {'byte' if source.kind == 'lines' else 'part'} {self.begin.offset:,}"
             if self.options.on_bad_line == "error":
                 fix = f"Fix the {source.unit}, or write --on-bad-line skip"
                 if self.job.chat is None and (is_table(source.path) or (line == 1 and record.raw[:1] == b"[")):

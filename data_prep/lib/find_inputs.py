@@ -13,16 +13,8 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
-from data_prep.lib.input_readers import (
-    STDIN,
-    Source,
-    compression_of,
-    describe_unsupported,
-    inspect,
-    open_input,
-    read_chunks,
-    unpack,
-)
+from data_prep.lib import input_readers
+from data_prep.lib.input_readers import STDIN, Source
 from data_prep.lib.parquet_csv import is_columnar
 from data_prep.lib.record_formats import BOM, loads, parse_line
 from data_prep.lib.run_options import collect, reject
@@ -122,7 +114,7 @@ def _add_sources(
         if real in real_paths:
             raise UserError(f"{path} occurs twice in --input: list each file once")
         real_paths.add(real)
-        inputs.sources.append(inspect(path, texts))
+        inputs.sources.append(input_readers.inspect(path, texts))
 
 
 def _in_folder(folder: str, suffixes: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
@@ -230,11 +222,11 @@ def _begins_with_record(path: str) -> bool:
     try:
         with open(path, "rb") as file:
             head = file.read(1 << 10)
-            if is_columnar(head) or describe_unsupported(head):
+            if is_columnar(head) or input_readers.describe_unsupported(head):
                 return bool(is_columnar(head))
-            if compression := compression_of(head):
+            if compression := input_readers.compression_of(head):
                 file.seek(0)
-                head = next(unpack(path, compression, file), (b"", 0))[0]
+                head = next(input_readers.unpack(path, compression, file), (b"", 0))[0]
     except (OSError, UserError):
         return False
     return head.removeprefix(BOM).lstrip()[:1] == b"{"
@@ -244,7 +236,7 @@ def _is_one_value(path: str, arrays: bool) -> bool:
     """Whether a small .json file is one JSON value over several lines, such as a configuration."""
     if not path.lower().endswith(".json") or file_size(location(path)) > ONE_VALUE_MAX_BYTES:
         return False
-    with open_input(path) as file:
+    with input_readers.open_input(path) as file:
         data = file.read().strip()
     if b"\n" not in data:
         return False
@@ -269,8 +261,7 @@ SHARD = re.compile(r"(?:^|[^A-Za-z0-9])(train|validation|valid|val|dev|test|eval
 def not_chosen(folder: str, paths: Sequence[str]) -> dict[str, str]:
     """Return the files of a Hugging Face dataset to ignore, with reasons; empty for other folders.
 
-    Raises:
-        UserError: The selection is ambiguous, or files are missing.
+    Raises UserError if the selection is ambiguous, or files are missing.
     """
     reasons = {path: "dataset description" for path in paths if os.path.basename(path) in DESCRIPTIONS}
     for path in paths:
@@ -398,7 +389,7 @@ TEXT_KEYS = ("text", "raw_content", "content")
 def _head(source: Source) -> bytes:
     """Return the first LOOK_BYTES unpacked bytes."""
     head = b""
-    for chunk, _ in read_chunks(source):
+    for chunk, _ in input_readers.read_chunks(source):
         head += chunk[:LOOK_BYTES]
         if len(head) >= LOOK_BYTES:
             break
@@ -406,11 +397,7 @@ def _head(source: Source) -> bytes:
 
 
 def detect_keys(sources: Sequence[Source]) -> list[str]:
-    """Return the text key of the first valid record, or ``text``.
-
-    Raises:
-        UserError: A compressed file is damaged.
-    """
+    """Return the text key of the first valid record, or ``text``. Raises UserError if a compressed file is damaged."""
     for source in sources[:SAMPLE_FILES]:
         if source.is_text:
             continue

@@ -89,8 +89,7 @@ class Source:
 def inspect(path: str, text_suffixes: tuple[str, ...]) -> Source:
     """Detect the type of a file. A pipe is read to its end.
 
-    Raises:
-        UserError: The file is unreadable, unsupported or visibly damaged.
+    Raises UserError if the file is unreadable, unsupported or visibly damaged.
     """
     try:
         if is_url(path):
@@ -175,8 +174,7 @@ def with_array(source: Source) -> Source:
 def read_chunks(source: Source) -> Iterator[tuple[bytes, int]]:
     """Yield the unpacked lines in chunks, each with the bytes on disk read so far.
 
-    Raises:
-        UserError: A file that is not plain lines is damaged or truncated.
+    Raises UserError if a file that is not plain lines is damaged or truncated.
     """
     if source.kind in ("parquet", "arrow"):
         return _columnar_chunks(source)
@@ -380,8 +378,7 @@ PARTS = ("train", "validation")
 def split_lines(sources: Sequence[Source], sizes: Sequence[int], prefix: Path, tables: bool, seed: int) -> list[Path]:
     """Write PREFIX_train and PREFIX_validation (.tsv for ``tables``, else .jsonl) with ``sizes`` lines each.
 
-    Raises:
-        UserError: The input has fewer lines, or the tables' headers differ.
+    Raises UserError if the input has fewer lines, or the tables' headers differ.
     """
     headers = {header_of(source) for source in sources} if tables else set()
     if len(headers) > 1:
@@ -409,11 +406,7 @@ def split_lines(sources: Sequence[Source], sizes: Sequence[int], prefix: Path, t
 
 
 def header_of(source: Source) -> bytes:
-    """Return the first line of a table.
-
-    Raises:
-        UserError: The file is empty.
-    """
+    """Return the first line of a table. Raises UserError if the file is empty."""
     for line in read_lines(source):
         return line.removesuffix(b"\r")
     raise UserError(f"{source.path} is empty: a table starts with a header of column names")

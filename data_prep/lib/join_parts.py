@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.lib.blocks import BlockPosition, InputRange
+from data_prep.lib.blocks import START, BlockPosition, InputRange
 from data_prep.lib.input_readers import Source
 from data_prep.lib.parquet_csv import part_sizes
 from data_prep.lib.run_options import PrepareProgress
@@ -87,8 +87,8 @@ def split_input(sources: Sequence[Source], count: int) -> list[InputRange]:
         return BlockPosition(index + (2 * within > source.size))
 
     last = BlockPosition(len(sources))
-    cuts = [BlockPosition(), *(position(before[-1] * number // count) for number in range(1, count)), last]
-    return [InputRange(begin, end) for begin, end in itertools.pairwise(cuts)]
+    cuts = [START, *(position(before[-1] * number // count) for number in range(1, count)), last]
+    return [*itertools.pairwise(cuts)]
 
 
 def finished_part(part: PreparePart, folder: Path, names: Sequence[str]) -> FinishedPart | None:
@@ -106,27 +106,26 @@ def join_parts(
 ) -> Ledger:
     """Append the parts' files to the workspace in order; return the sum of their ledgers.
 
-    Raises:
-        MachineError: A part's files differ from its journal. The part is removed.
+    Raises MachineError if a part's files differ from its journal; the part is removed.
     """
     total = sum(sum(one.checkpoint["sizes"].values()) for one in parts)
     done = 0
     whole = Ledger([KeyCounts() for _ in workspace.names])
     lines_before, source_before = 0, -1  # lines of a source in earlier parts
     with PrepareProgress(total) as progress:
-        for one, cut in zip(parts, cuts, strict=True):
-            offset = lines_before if cut.begin.source == source_before else 0
+        for one, (begin, _) in zip(parts, cuts, strict=True):
+            offset = lines_before if begin.source == source_before else 0
             for name, size in one.checkpoint["sizes"].items():
                 chunks = _checked(one, name)
                 if name == QUARANTINE:
-                    path = sources[cut.begin.source].path if cut.begin.source < len(sources) else ""
+                    path = sources[begin.source].path if begin.source < len(sources) else ""
                     chunks = iter([_renumbered(b"".join(chunks), path, offset)])
                 for chunk in chunks:
                     workspace.append(name, chunk)
                 done += size
                 progress.update(done, done, 0)
             ledger = one.ledger
-            lines_before = ledger.line + (offset if ledger.position.source == cut.begin.source else 0)
+            lines_before = ledger.line + (offset if ledger.position.source == begin.source else 0)
             source_before = ledger.position.source
             whole.add_ledger(ledger)
     whole.position = BlockPosition(len(sources))

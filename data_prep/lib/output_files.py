@@ -76,8 +76,7 @@ def quarantine_file(folder: Path, names: list[str]) -> Path:
 def read_finished(folder: Path, names: list[str]) -> dict[str, Any] | None:
     """Return the manifest of a complete output, or None if no file exists.
 
-    Raises:
-        UserError: Files exist that do not form a complete output.
+    Raises UserError if files exist that do not form a complete output.
     """
     manifests = []
     unexpected = []
@@ -112,8 +111,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 def read_manifest(prefix: str) -> dict[str, Any] | None:
     """Read PREFIX.json of preprocess.py or sft.py; return None if there is no manifest.
 
-    Raises:
-        UserError: The manifest is damaged or unreadable.
+    Raises UserError if the manifest is damaged or unreadable.
     """
     try:
         manifest = read_json(location(prefix + ".json"))
@@ -178,11 +176,7 @@ def find_problems(dataset: IndexedDataset, manifest: dict[str, Any] | None, chec
 def _against_manifest(dataset: IndexedDataset, manifest: dict[str, Any], check_hashes: bool) -> Iterator[str]:
     index = dataset.index
     written = int(np.count_nonzero(np.diff(index.document_indices)))
-    counts = {
-        "documents_written": written,
-        "documents_empty": len(dataset) - written,
-        "tokens": len(dataset.tokens),
-    }
+    counts = {"documents_written": written, "documents_empty": len(dataset) - written, "tokens": len(dataset.tokens)}
     for key, value in counts.items():
         if manifest.get(key) != value:
             yield f"{key} is {value:,}, {manifest.get(key)} in the manifest"

@@ -32,8 +32,7 @@ def is_columnar(head: bytes) -> str:
 def part_sizes(path: str, kind: str) -> list[int]:
     """Return the unpacked bytes of each part.
 
-    Raises:
-        UserError: The file is damaged, truncated or encrypted, or pyarrow is missing.
+    Raises UserError if the file is damaged, truncated or encrypted, or pyarrow is missing.
     """
     with _opened(path, kind) as file:
         if kind == "parquet":
@@ -44,8 +43,7 @@ def part_sizes(path: str, kind: str) -> list[int]:
 def part_lines(path: str, kind: str, start: int, end: int) -> Iterator[bytes]:
     """Yield the records of the parts [start, end) as lines without line feeds.
 
-    Raises:
-        UserError: The file is damaged, or pyarrow is missing.
+    Raises UserError if the file is damaged, or pyarrow is missing.
     """
     with _opened(path, kind) as file:
         if kind == "parquet":

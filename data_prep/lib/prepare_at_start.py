@@ -18,16 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_llama.config import Config, ConfigError, Problem
-from megatron_llama.config.data_settings import (
-    PREFERENCE_FORMATS,
-    NewTokens,
-    has_columns,
-    is_template_file,
-    name_dataset,
-    raw_data_tokenizer,
-    validation_sets,
-)
+from megatron_llama.config import Config, ConfigError, Problem, data_settings
+from megatron_llama.config.data_settings import PREFERENCE_FORMATS, NewTokens, has_columns
 from megatron_llama.config.hub import short_name
 from megatron_llama.config.settings import DataConfig
 from megatron_llama.system.errors import LaunchFailed, MachineError, Stopped, UserError
@@ -81,9 +73,7 @@ def prepare_datasets(
         Stopped: A signal stopped the preparation; the same command starts it again.
     """
     data = replace(config.data, seq_length=seq_length)
-    too_large: list[Problem] = []
-    unreadable: list[Problem] = []
-    files_to_prepare = _find_records(config, data, files, too_large, unreadable)
+    files_to_prepare, too_large, unreadable = _find_records(config, data, files)
     problems = [*too_large, *(unreadable if make else ())]  # a plan notes unreadable files
     setting, variables = "data.chat_template_kwargs", data.chat_template_kwargs
     for rule in variables_problems(data.chat_template, variables):
@@ -100,17 +90,14 @@ def prepare_datasets(
 
 
 def _find_records(
-    config: Config,
-    data: DataConfig,
-    files: Iterable[tuple[str, str]],
-    too_large: list[Problem],
-    unreadable: list[Problem],
-) -> list[RecordFile]:
-    """Return the usable raw data files; append problems of the others to the two lists."""
-    files_to_prepare: list[RecordFile] = []
-    tokenizer, format = raw_data_tokenizer(config), PREFERENCE_FORMATS.get(config.finetune.objective, data.format)
+    config: Config, data: DataConfig, files: Iterable[tuple[str, str]]
+) -> tuple[list[RecordFile], list[Problem], list[Problem]]:
+    """Return the usable raw data files, the problems of too large files, and the problems of unreadable files."""
+    files_to_prepare, too_large, unreadable = list[RecordFile](), list[Problem](), list[Problem]()
+    tokenizer = data_settings.raw_data_tokenizer(config)
+    format = PREFERENCE_FORMATS.get(config.finetune.objective, data.format)
     if tokenizer is None:  # a plan rule reports a missing tokenizer
-        return files_to_prepare
+        return files_to_prepare, too_large, unreadable
     for setting, path in files:
         try:
             stamp = _stamp(path)
@@ -126,11 +113,11 @@ def _find_records(
             unreadable.append(Problem(setting, path, rule, "fix the permissions, or write another path"))
             continue
         except UserError as error:
-            fix = "write a JSONL, CSV or Parquet file, or a folder of such files"
-            unreadable.append(Problem(setting, path, str(error), fix))
+            advice = "write a JSONL, CSV or Parquet file, or a folder of such files"
+            unreadable.append(Problem(setting, path, str(error), advice))
             continue
         files_to_prepare.append(RecordFile(setting, path, tokenizer, folder, stamp, format))
-    return files_to_prepare
+    return files_to_prepare, too_large, unreadable
 
 
 def _stamp(path: str) -> list[tuple[str, int, int]]:
@@ -152,7 +139,7 @@ def _with_prefixes(config: Config, prepared: list[RecordFile], *, all_prepared: 
     data.prefixes = [prefixes.get(("data.prefixes", str(item)), item) for item in data.prefixes]
     sets = {
         name: [prefixes.get(("data.validation_prefixes", path), path) for path in paths]
-        for name, paths in validation_sets(data).items()
+        for name, paths in data_settings.validation_sets(data).items()
     }
     data.validation_prefixes = sets[""] if "" in sets else [{name: paths} for name, paths in sets.items()]
     if prepared and all_prepared:  # all prefixes are datasets, which need no template
@@ -186,12 +173,12 @@ def _key(path: str, records: list[str], tokenizer: str, data: DataConfig, format
 
 def _dataset_name(path: str) -> str:
     """Return the name of a raw data file's dataset, which plans and model cards show."""
-    return name_dataset([short_name(path).partition(".")[0]])[:50]
+    return data_settings.name_dataset([short_name(path).partition(".")[0]])[:50]
 
 
 def _template_key(name: str) -> str:
     """Return a template's name, or the digest of a Jinja file. Raises OSError."""
-    return sha256_file(Path(name)) if is_template_file(name) and Path(name).exists() else name
+    return sha256_file(Path(name)) if data_settings.is_template_file(name) and Path(name).exists() else name
 
 
 def _prepare_once(records: RecordFile, data: DataConfig, quiet: bool) -> None:

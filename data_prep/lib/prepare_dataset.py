@@ -157,7 +157,7 @@ class _Preparation:
                 raise MachineError(f"part {part}: {error}") from None
             cut = cuts[part.number - 1]
             identity = {**self.identity, "part": str(part)}
-            ledger = workspace.resume_or_begin(identity, self.options, self.report, cut.begin)
+            ledger = workspace.resume_or_begin(identity, self.options, self.report, cut[0])
             run = self._encode(workspace, ledger, cut)
             workspace.checkpoint(ledger, part_done=True, encoder=self.encoder.name)
             workspace.close()

@@ -17,18 +17,8 @@ from typing import Any
 from megatron_llama.config.data_settings import LABELLED, PAIRS, REJECTED, UNPAIRED
 from megatron_llama.config.settings import CHAT_FORMATS, RENDERED
 from megatron_llama.system.errors import UserError
-from megatron_llama.text.conversation import (
-    REASONING_OMITTED,
-    RecordError,
-    TemplateContext,
-    Turn,
-    Turns,
-    from_hermes,
-    hermes_tools,
-    parse_calls,
-    parse_tools,
-    reserved_names,
-)
+from megatron_llama.text import conversation
+from megatron_llama.text.conversation import RecordError, TemplateContext, Turn, Turns, parse_calls
 
 _CALLS = ("function_call", "tool_call")
 """Roles of ShareGPT's turns whose text is calls in JSON."""
@@ -69,8 +59,7 @@ ALPACA_INPUT = (
 def parse_turns(record: Mapping[str, Any], format: str) -> tuple[Turns, list[str]]:
     """Return a record's conversation up to its last answer, and notes on omitted content.
 
-    Raises:
-        RecordError: The record is invalid.
+    Raises RecordError if the record is invalid.
     """
     kind = _detected(record) if format == "auto" else format
     notes = _notes_on_other_keys(record, kind)
@@ -100,8 +89,7 @@ def parse_turns(record: Mapping[str, Any], format: str) -> tuple[Turns, list[str
 def parse_pair(record: Mapping[str, Any]) -> tuple[list[Turns], list[str]]:
     """Return the conversations with the chosen and with the rejected answer, and notes on omitted content.
 
-    Raises:
-        RecordError: The record is invalid, both answers are equal, or their prompts differ.
+    Raises RecordError if the record is invalid, both answers are equal, or their prompts differ.
     """
     chosen, notes = parse_turns(record, "preference")
     try:
@@ -119,8 +107,7 @@ def parse_pair(record: Mapping[str, Any]) -> tuple[list[Turns], list[str]]:
 def parse_unpaired(record: Mapping[str, Any]) -> tuple[Turns, int, list[str]]:
     """Return a record's conversation, of which only the last answer has loss, its answer's mark, and notes.
 
-    Raises:
-        RecordError: The record is invalid, or has no label.
+    Raises RecordError if the record is invalid, or has no label.
     """
     label = _key(record, *_LABELS)
     desirable = {"true": True, "false": False}.get(label.strip().lower()) if isinstance(label, str) else label
@@ -147,8 +134,8 @@ def parse_record(record: Mapping[str, Any], format: str) -> tuple[dict[int, Turn
     context = _context(record)
     first, *_ = conversations.values()
     system = [turn.text for turn in first if turn.role == "system"]
-    if listed := [tool for text in system for tool in hermes_tools(text)]:
-        conversations = {mark: from_hermes(turns) for mark, turns in conversations.items()}
+    if listed := [tool for text in system for tool in conversation.hermes_tools(text)]:
+        conversations = {mark: conversation.from_hermes(turns) for mark, turns in conversations.items()}
         context = replace(context, tools=context.tools or tuple(listed))
         notes = [*notes, "Hermes's system text replaced by its tools"]
     return conversations, context, notes
@@ -157,11 +144,11 @@ def parse_record(record: Mapping[str, Any], format: str) -> tuple[dict[int, Turn
 def _context(record: Mapping[str, Any]) -> TemplateContext:
     """Return the tools and template variables next to a record's turns. Raises RecordError."""
     keys = [key for key in ("tools", "functions") if not _is_empty(record.get(key))]
-    tools = [tool for key in keys for tool in parse_tools(record[key])]
+    tools = [tool for key in keys for tool in conversation.parse_tools(record[key])]
     variables = record.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
         raise RecordError("bad_tools", "chat_template_kwargs is not an object")
-    if names := reserved_names(variables):
+    if names := conversation.reserved_names(variables):
         raise RecordError("bad_tools", f"chat_template_kwargs cannot set {names}")
     return TemplateContext(tuple(tools), {key: value for key, value in variables.items() if value is not None})
 
@@ -169,8 +156,7 @@ def _context(record: Mapping[str, Any]) -> TemplateContext:
 def _detected(record: Mapping[str, Any]) -> str:
     """Return the format that the record's keys indicate. A null value counts as a missing key.
 
-    Raises:
-        RecordError: No format matches, or two formats match with different answers.
+    Raises RecordError if no format matches, or two formats match with different answers.
     """
     keys = {key for key, value in record.items() if value is not None}
     if isinstance(record.get("chosen"), (str, list, dict)):
@@ -204,7 +190,7 @@ def _notes_on_other_keys(record: Mapping[str, Any], kind: str) -> list[str]:
     reasoning = [one.get(key) for one in (record, *others) for key in _REASONING]
     reasoning += [value for turn in turns for key in _REASONING if not isinstance(value := turn.get(key), str)]
     if not all(map(_is_empty, reasoning)):
-        notes.append(REASONING_OMITTED)
+        notes.append(conversation.REASONING_OMITTED)
     if not all(_is_empty(turn.get(key)) for turn in others for key in ("tool_calls", "function_call")):
         notes.append("calls outside of answers omitted")
     if record.get("weight") not in (None, 1):
@@ -403,8 +389,7 @@ _OUTSIDE, _INSIDE = re.compile(rb'["\[\]{},]|\s+'), re.compile(rb'\\.?|["\n]', r
 def element_lines(path: str, chunks: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
     """Yield chunks of lines, one array element per line, each with its input chunk's bytes on disk.
 
-    Raises:
-        UserError: The array is truncated, or other content follows it.
+    Raises UserError if the array is truncated, or other content follows it.
     """
     depth = 0  # number of open brackets and braces
     has_begun = in_string = escaped = False

@@ -118,27 +118,17 @@ def parser_with_input(doc: str | None, guide: str) -> tuple[ArgumentParser, argp
 def add_run_flags(data: argparse._ArgumentGroup, output: argparse._ArgumentGroup, writes: str) -> None:
     """Add the flags that preprocess.py and sft.py share; ``writes`` names the output files for the help."""
     add_bad_line_flag(data)
-    data.add_argument(
-        "--max-line-mib",
-        type=float,
-        default=RunOptions.max_line_mib,
-        help="MiB; longer lines are bad lines (default 64)",
-    )
-    data.add_argument("--allow-empty", action="store_true", help="accept an input without documents")
-    output.add_argument("--output-prefix", required=True, metavar="PATH", help=f"writes {writes}")
-    output.add_argument("--workers", type=int, default=cores(), help="processes (default: one per core)")
-    output.add_argument(
-        "--part",
-        metavar="K/N",
-        help="process part K of N on this machine; the last finished part joins all parts",
-    )
-    output.add_argument("--overwrite", action="store_true", help="replace an output written with other options")
-    output.add_argument(
-        "--checkpoint-seconds",
-        type=float,
-        default=RunOptions.checkpoint_seconds,
-        help="seconds between checkpoints (default 5)",
-    )
+    add = data.add_argument
+    text = "MiB; longer lines are bad lines (default 64)"
+    add("--max-line-mib", type=float, default=RunOptions.max_line_mib, help=text)
+    add("--allow-empty", action="store_true", help="accept an input without documents")
+    add = output.add_argument
+    add("--output-prefix", required=True, metavar="PATH", help=f"writes {writes}")
+    add("--workers", type=int, default=cores(), help="processes (default: one per core)")
+    add("--part", metavar="K/N", help="process part K of N on this machine; the last finished part joins all parts")
+    add("--overwrite", action="store_true", help="replace an output written with other options")
+    text = "seconds between checkpoints (default 5)"
+    add("--checkpoint-seconds", type=float, default=RunOptions.checkpoint_seconds, help=text)
 
 
 def add_token_flags(group: argparse._ArgumentGroup) -> None:

@@ -117,8 +117,7 @@ def find_record_files(paths: Sequence[str], examples: ExampleOptions, report: Ca
 def build_chat_format(examples: ExampleOptions, sources: Sequence[Source]) -> ChatFormat:
     """Build the conversion of these sources to examples.
 
-    Raises:
-        UserError: Tokenizer and template are incompatible, or a table's template is missing.
+    Raises UserError if tokenizer and template are incompatible, or a table's template is missing.
     """
     is_text = examples.format == RENDERED
     model, is_jinja = resolve_hub_name(examples.tokenizer_model), examples.chat_template not in NAMED_TEMPLATES
@@ -163,11 +162,7 @@ def build_chat_format(examples: ExampleOptions, sources: Sequence[Source]) -> Ch
         train_on_inputs=examples.train_on_inputs,
         add_bos=add_bos,
         own_template=is_jinja,
-        options={
-            **decisive,
-            "add_bos": add_bos,
-            "chat_template_sha256": hashlib.sha256(source.encode()).hexdigest(),
-        },
+        options={**decisive, "add_bos": add_bos, "chat_template_sha256": hashlib.sha256(source.encode()).hexdigest()},
     )
 
 
@@ -240,8 +235,7 @@ class TextOptions:
     def tokenizer(self) -> tuple[str, str]:
         """(library, path) of the tokenizer, from Megatron's or NeMo's flags.
 
-        Raises:
-            UserError: The tokenizer is missing or its type is unknown.
+        Raises UserError if it is missing or its type is unknown.
         """
         kind, library, model = self.tokenizer_type or "", (self.tokenizer_library or "").lower(), self.tokenizer_model
         library = {"hf": "huggingface", "megatron": ""}.get(library, library)

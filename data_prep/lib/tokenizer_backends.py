@@ -18,26 +18,8 @@ from megatron_llama.config.hub import download_hint
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import read_whole
 from megatron_llama.system.missing_packages import pip_install
-from megatron_llama.text.tokenizer import (
-    FAST_JSON,
-    NO_TOKENS,
-    SENTENCEPIECE_MODEL,
-    SETTINGS,
-    SPACE,
-    USER_DEFINED,
-    HuggingFaceTokenizer,
-    SentencePieceTokenizer,
-    TextTokenizer,
-    TokenizerError,
-    fast_encoder_obstacle,
-    import_package,
-    open_tokenizer,
-    read_model,
-    read_settings,
-    special_pieces,
-    to_tokenizer_json,
-    tokenizer_file,
-)
+from megatron_llama.text import tokenizer as text_tokenizer
+from megatron_llama.text.tokenizer import SENTENCEPIECE_MODEL, SentencePieceTokenizer, TextTokenizer, TokenizerError
 
 Encode = Callable[[str], Any]
 LIBRARIES = ("sentencepiece", "huggingface", "tiktoken")
@@ -83,30 +65,34 @@ class Encoder:
 
 
 def load_encoder(
-    library: str, path: str, choice: str = "auto", sample: Sequence[str] = (), new_tokens: NewTokens = NO_TOKENS
+    library: str,
+    path: str,
+    choice: str = "auto",
+    sample: Sequence[str] = (),
+    new_tokens: NewTokens = text_tokenizer.NO_TOKENS,
 ) -> Encoder:
     """Load a tokenizer. ``choice`` auto selects the fastest encoder that passes the self-check.
 
-    Raises:
-        UserError: The tokenizer is missing or invalid, or ``choice`` does not support it.
+    Raises UserError if the tokenizer is missing or invalid, or ``choice`` does not support it.
     """
     if library not in LIBRARIES:
         raise UserError(f"--tokenizer-library {library}: write {', '.join(LIBRARIES)}")
     if choice in FAST and library != "sentencepiece":
         raise UserError(f"--encoder {choice} supports only sentencepiece models: write --encoder auto")
     if new_tokens:
-        return Encoder(open_tokenizer(Path(path), new_tokens))
+        return Encoder(text_tokenizer.open_tokenizer(Path(path), new_tokens))
     if library == "tiktoken":
         return Encoder(TiktokenTokenizer(Path(path)))
-    file = tokenizer_file(path) if library == "huggingface" else Path(path)
+    file = text_tokenizer.tokenizer_file(path) if library == "huggingface" else Path(path)
     if library == "huggingface" and not file.is_file():
-        message = f"{path}: expected a Hugging Face folder with {FAST_JSON} or {SENTENCEPIECE_MODEL}"
+        message = f"{path}: expected a Hugging Face folder with {text_tokenizer.FAST_JSON} or {SENTENCEPIECE_MODEL}"
         raise UserError(message + download_hint(path))
     if library == "huggingface" and file.name != SENTENCEPIECE_MODEL:
-        return Encoder(HuggingFaceTokenizer(Path(path)))
-    # Only a folder has the setting add_bos_token.
-    settings = (read_settings(file.parent / SETTINGS) or {}) if library == "huggingface" else {"add_bos_token": False}
-    adds_bos = bool(settings.get("add_bos_token", True))
+        return Encoder(text_tokenizer.HuggingFaceTokenizer(Path(path)))
+    adds_bos = False
+    if library == "huggingface":  # only a folder has the setting
+        settings = text_tokenizer.read_settings(file.parent / text_tokenizer.SETTINGS) or {}
+        adds_bos = bool(settings.get("add_bos_token", True))
     return _choose_fast(SentencePieceTokenizer(file, adds_bos=adds_bos), choice, sample)
 
 
@@ -114,13 +100,13 @@ def _choose_fast(tokenizer: SentencePieceTokenizer, choice: str, sample: Sequenc
     encoder = Encoder(tokenizer)
     if choice == "sentencepiece":
         return encoder
-    model = read_model(tokenizer.file)
+    model = text_tokenizer.read_model(tokenizer.file)
     # Probe texts: the model's special pieces and some of its longest ordinary pieces.
-    special = list(special_pieces(model))[:64]
+    special = list(text_tokenizer.special_pieces(model))[:64]
     longest = sorted((entry.piece for entry in model.pieces), key=len, reverse=True)[:32]
     probes = [*PROBES, *(text for token in special + longest for text in (token, f"x{token} y")), *sample]
     reasons = []
-    unsupported = fast_encoder_obstacle(model)
+    unsupported = text_tokenizer.fast_encoder_obstacle(model)
     for name in FAST if choice == "auto" else (choice,):
         if unsupported:
             reasons.append(unsupported)
@@ -162,11 +148,11 @@ def _load_gigatoken(model: Any, reference: Encode) -> Encode:
     """Load gigatoken. Texts with user-defined pieces use the reference, since gigatoken differs there."""
     import gigatoken
 
-    encode: Encode = gigatoken.Tokenizer.from_json(to_tokenizer_json(model)).backend.encode
-    special = list(special_pieces(model, (USER_DEFINED,)))
+    encode: Encode = gigatoken.Tokenizer.from_json(text_tokenizer.to_tokenizer_json(model)).backend.encode
+    special = list(text_tokenizer.special_pieces(model, (text_tokenizer.USER_DEFINED,)))
     if not special:
         return encode
-    spaces = f"{SPACE} \n\t"
+    spaces = f"{text_tokenizer.SPACE} \n\t"
     if len(special) > MAX_USER_DEFINED or not all(token.strip(spaces) for token in special):
         raise ValueError("its user-defined pieces occur in nearly every text")
     has_special = re.compile("|".join(re.escape(token) for token in special)).search
@@ -204,7 +190,7 @@ class TiktokenTokenizer(TextTokenizer):
     def __init__(self, file: Path) -> None:
         """Raises UserError."""
         self.path = self.file = file
-        tiktoken = import_package("tiktoken", file)
+        tiktoken = text_tokenizer.import_package("tiktoken", file)
         try:
             pairs = (line.split() for line in read_whole(file).splitlines() if line)
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
@@ -229,11 +215,7 @@ class TiktokenTokenizer(TextTokenizer):
 
 
 def check_same(encoder: Encoder, text: str, ids: np.ndarray) -> None:
-    """Compare a document's ids with the reference during a run.
-
-    Raises:
-        EncoderMismatch: The ids differ.
-    """
+    """Compare a document's ids with the reference during a run. Raises EncoderMismatch if they differ."""
     expected = encoder.reference(text)
     if len(expected) != len(ids) or not np.array_equal(np.asarray(expected, dtype=np.int64), ids):
         raise EncoderMismatch(

@@ -120,11 +120,7 @@ class Workspace:
         self._files[JOURNAL] = open(self.folder / JOURNAL, "ab", buffering=0)
 
     def append(self, name: str, data: bytes) -> None:
-        """Append to one of the files.
-
-        Raises:
-            MachineError: The write failed, e.g. because the disk is full.
-        """
+        """Append to one of the files. Raises MachineError if the write failed, e.g. because the disk is full."""
         view = memoryview(data)
         try:
             while view:

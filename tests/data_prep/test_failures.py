@@ -150,7 +150,7 @@ def records(tmp_path: Path, tokenizer: Path, folder: Path, monkeypatch: pytest.M
     Path("empty.jsonl").write_text("")
     Path("chat.jsonl").write_text("\n".join(GOOD) + "\n")
     Path("urls").write_text("http://localhost/v2/documents/a.jsonl\n")
-    monkeypatch.setattr(redpajama, "fetch_all", lambda *arguments: None)
+    monkeypatch.setattr(redpajama.download, "fetch_all", lambda *arguments: None)
 
 
 @pytest.mark.usefixtures("records")

@@ -274,7 +274,7 @@ def test_parts_are_cut_between_row_groups(tmp_path: Path, make: Make) -> None:
     records: Rows = [{"text": text} for text in some_texts(200)]
     files = [write_parquet(tmp_path / "in/a.parquet", records), write_arrow(tmp_path / "in/b.arrow", records)]
     cuts = split_input(find_sources([str(tmp_path / "in")]).sources, 6)
-    assert sum(cut.begin.offset > 0 for cut in cuts) >= 4, "both files are shared"
+    assert sum(begin.offset > 0 for begin, _ in cuts) >= 4, "both files are shared"
     make(*files, prefix="one/x")
     for number in range(6, 0, -1):
         make(*files, "--part", f"{number}/6", prefix="parts/x")

@@ -86,8 +86,8 @@ def test_each_line_is_in_exactly_one_part(tmp_path: Path) -> None:
     sources = find_sources([str(tmp_path)]).sources
     for count in range(1, sum(source.size for source in sources) + 3):
         lines: list[bytes] = []
-        for part in split_input(sources, count):
-            lines += itertools.chain.from_iterable(each for each, _ in cut_lines(sources, part.begin, 20, part.end))
+        for begin, end in split_input(sources, count):
+            lines += itertools.chain.from_iterable(each for each, _ in cut_lines(sources, begin, 20, end))
         assert lines == 3 * data.split(b"\n"), count
 
 
