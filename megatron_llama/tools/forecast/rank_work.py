@@ -7,23 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_llama.arch import parameters as arch
 from megatron_llama.arch.hf_tp_mapping import MAGNITUDE
 from megatron_llama.arch.lora_targets import layer_adapters
-from megatron_llama.arch.parameters import (
-    QK_NORMS,
-    ROW_PARALLEL,
-    StackedAdapters,
-    bias_rows,
-    block_norms,
-    fused_shape,
-    head_dim,
-    matrices,
-    norms_branches,
-    qk_norm_shapes,
-    saves_module,
-    stacked_adapters,
-    trains_bias,
-)
 from megatron_llama.config.precision import BYTES, quantized_bytes
 from megatron_llama.plan.plan import Plan
 
@@ -52,38 +38,39 @@ class Unit(NamedTuple):
     parameters: tuple[Parameter, ...]
 
 
-def adapters_of(plan: Plan, layer: int, matrix: str, tp: int | None = None) -> StackedAdapters | None:
+def adapters_of(plan: Plan, layer: int, matrix: str, tp: int | None = None) -> arch.StackedAdapters | None:
     """Return LoRA's adapters of a fused matrix on one of ``tp`` ranks (default: the plan's)."""
     adapters = layer_adapters(plan.model, plan.config.finetune, layer)
-    return stacked_adapters(plan.model, adapters, matrix, tp or plan.config.trainer.tp)
+    return arch.stacked_adapters(plan.model, adapters, matrix, tp or plan.config.trainer.tp)
 
 
 def key_rows(plan: Plan) -> int:
     """Return the number of trained key and value rows of qkv, or of LoRA's B there. They are its last rows."""
     finetune, tp = plan.config.finetune, plan.config.trainer.tp
     targets = layer_adapters(plan.model, finetune, 0) if finetune.method == "lora" else ("k_proj", "v_proj")
-    return sum(matrices(plan.model)[module].local_shape(tp)[0] for module in ("k_proj", "v_proj") if module in targets)
+    matrices = arch.matrices(plan.model)
+    return sum(matrices[module].local_shape(tp)[0] for module in ("k_proj", "v_proj") if module in targets)
 
 
 def block_parameters(plan: Plan, tp: int | None = None, layer: int = 0) -> tuple[Parameter, ...]:
     """Return the parameters of a block on one of ``tp`` ranks (default: the plan's), in the order of the model."""
     finetune, tp, h = plan.config.finetune, tp or plan.config.trainer.tp, plan.model.hidden_size
     full, parameters = finetune.method != "lora", list[Parameter]()
-    biases, branches = bias_rows(plan.model, tp), (("qkv_proj", "o_proj"), ("gate_up_proj", "down_proj"))
-    for norm, fused in zip(block_norms(plan.model), branches, strict=True):
+    biases, branches = arch.bias_rows(plan.model, tp), (("qkv_proj", "o_proj"), ("gate_up_proj", "down_proj"))
+    for norm, fused in zip(arch.block_norms(plan.model), branches, strict=True):
         parameters.append(Parameter(norm, h, 1, is_trained(plan, norm)))
         for matrix in fused:
-            rows, columns = fused_shape(plan.model, matrix, tp)
+            rows, columns = arch.fused_shape(plan.model, matrix, tp)
             parameters.append(Parameter(matrix, rows, columns, full, plan.quantized is not None))
             if matrix in biases:
-                trained = full or trains_bias(plan.model, finetune, layer, matrix)
+                trained = full or arch.trains_bias(plan.model, finetune, layer, matrix)
                 parameters.append(Parameter(f"{matrix}.bias", biases[matrix], 1, trained))
             if (stack := adapters_of(plan, layer, matrix, tp)) is not None:
                 parameters.append(Parameter(f"{matrix}.lora_A", sum(stack.ranks), columns))
                 parameters.append(Parameter(f"{matrix}.lora_B", sum(stack.rows), stack.width))
                 if finetune.use_dora:
                     parameters.append(Parameter(f"{matrix}.{MAGNITUDE}", sum(stack.rows), 1))
-    sizes = qk_norm_shapes(plan.model, tp).items()
+    sizes = arch.qk_norm_shapes(plan.model, tp).items()
     return (*parameters, *(Parameter(name, size, 1, is_trained(plan, name)) for name, size in sizes))
 
 
@@ -107,7 +94,7 @@ def units(plan: Plan, layers: int, is_first: bool, is_last: bool) -> Iterator[Un
 def is_trained(plan: Plan, module: str) -> bool:
     """Whether a weight of the model has a gradient, that is, LoRA does not freeze it."""
     finetune = plan.config.finetune
-    return finetune.method != "lora" or saves_module(module, plan.model, finetune)
+    return finetune.method != "lora" or arch.saves_module(module, plan.model, finetune)
 
 
 def gathered_bytes(plan: Plan, parameter: Parameter, ranks: int) -> int:
@@ -173,14 +160,14 @@ def _chunk(
 def _block(plan: Plan, tp: int, layer: int) -> Iterator[tuple[str, ModuleWork]]:
     """Yield the modules of a block in the order of their execution."""
     sizes = {each.name: each.rows * each.columns for each in block_parameters(plan, tp, layer)}
-    norms = [(name, ModuleWork(sizes[name])) for name in block_norms(plan.model)]
-    is_last = norms_branches(plan.model)
-    width = plan.model.num_attention_heads // tp * head_dim(plan.model)
+    norms = [(name, ModuleWork(sizes[name])) for name in arch.block_norms(plan.model)]
+    is_last = arch.norms_branches(plan.model)
+    width = plan.model.num_attention_heads // tp * arch.head_dim(plan.model)
     yield from norms[:1] * (not is_last)
     yield "self_attn", ModuleWork(attention=4 * width)  # scores, and scores times values
     yield from _matrix(plan, sizes, "self_attn", "qkv_proj")
     yield from _matrix(plan, sizes, "self_attn", "o_proj")
-    for name in (name for name in QK_NORMS if name in sizes):
+    for name in (name for name in arch.QK_NORMS if name in sizes):
         yield f"self_attn.{name}", ModuleWork(sizes[name])
     yield norms[0 if is_last else 1]
     yield from _matrix(plan, sizes, "mlp", "gate_up_proj")
@@ -199,7 +186,7 @@ def _matrix(plan: Plan, sizes: Mapping[str, int], branch: str, matrix: str) -> I
         yield f"{branch}.{matrix}", weight
         return
     b, split = sizes[f"{matrix}.lora_B"], plan.config.trainer.tp if plan.sp else 1
-    forward = 2 * (a + b / split) if matrix in ROW_PARALLEL else 2 * (a / split + b)
+    forward = 2 * (a + b / split) if matrix in arch.ROW_PARALLEL else 2 * (a / split + b)
     yield f"{branch}.{matrix}", ModuleWork(a + b, forward, 2 * forward)
     yield f"{branch}.{matrix}.base_layer", weight
 

@@ -19,19 +19,8 @@ from megatron_llama.arch.parameters import parameters
 from megatron_llama.plan.forecast_job import Job, job_of_plan
 from megatron_llama.plan.plan import Plan
 from megatron_llama.system.files import user_cache
+from megatron_llama.tools.forecast import step_time as forecast
 from megatron_llama.tools.forecast.hardware import HardwareSpec
-from megatron_llama.tools.forecast.step_time import (
-    FLASH_BACKWARD,
-    LOSS_BYTES,
-    LOW_PRECISION,
-    MEMORY_REACH,
-    StepTime,
-    kernel_count,
-    load_constants,
-    orthogonalization,
-    sign_bytes,
-    step_time,
-)
 from megatron_llama.tools.forecast.traffic import Operation, step_operations
 from megatron_llama.topology import AXIS_NAMES
 
@@ -140,7 +129,7 @@ def fit_gemms(samples: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 def _format(job: Job) -> str:
     """Return the format of matmuls on a CPU, which multiplies float8 operands in fp32."""
-    return "fp32" if job.format in LOW_PRECISION else job.format
+    return "fp32" if job.format in forecast.LOW_PRECISION else job.format
 
 
 def calibrated_spec(calibration: Calibration, job: Job) -> tuple[HardwareSpec, dict[str, float]]:
@@ -149,7 +138,7 @@ def calibrated_spec(calibration: Calibration, job: Job) -> tuple[HardwareSpec, d
     form, width = _format(job), job.inner_bytes
     of_form = measured[form]
     rate, tile = fit_gemms(of_form["products"])
-    bandwidth = measured["copy"] / slower / MEMORY_REACH
+    bandwidth = measured["copy"] / slower / forecast.MEMORY_REACH
     machine = f"{calibration.host}, {calibration.date}, {calibration.cores} cores, load {calibration.load:g}"
     device = HardwareSpec(
         name=NAME,
@@ -163,13 +152,13 @@ def calibrated_spec(calibration: Calibration, job: Job) -> tuple[HardwareSpec, d
     )
     # Forward and backward of causal attention with 8 heads of size 64, relative to GEMMs of its FLOPs.
     cost = [
-        (1 / tokens, seconds * rate / (2 * sequences * tokens * tokens * 512 * (1 + FLASH_BACKWARD)))
+        (1 / tokens, seconds * rate / (2 * sequences * tokens * tokens * 512 * (1 + forecast.FLASH_BACKWARD)))
         for sequences, tokens, seconds in of_form["attention"]
     ]
     slow, each = fit_line(cost)
     if not slow:  # noise: the length has no effect
         slow, each = sum(factor for _, factor in cost) / len(cost), 0.0
-    head = load_constants()["tile.head"]
+    head = forecast.load_constants()["tile.head"]
     share = (1 + head / 64) / slow
     # The elementwise operations of a token move (10 h + 3 ffn + 4 h) elements, 2.5 times for forward and backward.
     per_token = fit_line(of_form["pieces"])[1]
@@ -177,37 +166,37 @@ def calibrated_spec(calibration: Calibration, job: Job) -> tuple[HardwareSpec, d
     tokens, inner, vocabulary, seconds = of_form["loss"]
     seconds -= 3 * filled(tile, tokens, inner, vocabulary) / rate  # the head's GEMMs
     constants = {
-        **load_constants(),
+        **forecast.load_constants(),
         **FREE,
-        **{name: 0.0 for name in load_constants() if name.startswith("exposed.")},
+        **{name: 0.0 for name in forecast.load_constants() if name.startswith("exposed.")},
         f"matmul.{NAME}.{form}": 1.0,
         "tile.bf16": tile,
         f"attention.{NAME}.flash": share,
         "tile.attention": each / slow,
         "passes.eager": passes,
-        "passes.loss": max(0.0, seconds) * measured["copy"] / (tokens * vocabulary * LOSS_BYTES),
+        "passes.loss": max(0.0, seconds) * measured["copy"] / (tokens * vocabulary * forecast.LOSS_BYTES),
     }
     return device, constants
 
 
-def local_step_time(plan: Plan, calibration: Calibration) -> StepTime:
+def local_step_time(plan: Plan, calibration: Calibration) -> forecast.StepTime:
     """Return the forecast of one step of ``plan`` with all ranks on this machine."""
     job = job_of_plan(plan)
     measured, slower = calibration.nearest(job.ranks)
     overhead = _overhead(calibration, job)
     device, constants = calibrated_spec(calibration, job)
     constants |= {f"gap.{job.kernels}": overhead.operation * slower, "launch.step": overhead.step * slower}
-    base = step_time(job, device, constants)
+    base = forecast.step_time(job, device, constants)
     stage = max(range(job.pp), key=lambda each: job.layers_by_stage[each] + (each == job.pp - 1))
     held, trained = job.stage_parameters(stage), job.trained_parameters(stage)
     updated = trained / (job.shard_size if job.zero else 1)
     held = trained if job.lora_parameters else held  # frozen weights are neither cast nor summed
     passed = job.num_microbatches * held * overhead.micro_batch
     if job.exchanges_signs:
-        updating = updated * sign_bytes(job.dp * job.cp) / measured["copy"]
+        updating = updated * forecast.sign_bytes(job.dp * job.cp) / measured["copy"]
     else:
-        updating = updated * measured["adam"] + orthogonalization(job, device) / slower
-    sent = [each for each in step_operations(plan, stage, 0) if each.key.axis != "world"]
+        updating = updated * measured["adam"] + forecast.orthogonalization(job, device) / slower
+    sent = [each for each in step_operations(plan, stage, 0) if each.axis != "world"]
     by_axis = _communication(measured, sent, plan.exchanges_signs, slower)
     pipelined = base.total - base.optimizer - base.bubble - constants["launch.step"] + passed
     return replace(
@@ -248,9 +237,9 @@ def _overhead(calibration: Calibration, job: Job) -> _Overhead:
     constants |= {"gap.eager": 0.0, "launch.step": 0.0}
 
     def work(tiny: Job) -> float:
-        return step_time(tiny, device, constants).total - step_time(tiny, device, constants).optimizer
+        return forecast.step_time(tiny, device, constants).total - forecast.step_time(tiny, device, constants).optimizer
 
-    operation = max(0.0, per_micro_batch - work(small)) / (layers * kernel_count(small))
+    operation = max(0.0, per_micro_batch - work(small)) / (layers * forecast.kernel_count(small))
     collectives = measured.get("collectives")
 
     def sent(tiny: Job) -> float:
@@ -264,7 +253,7 @@ def _overhead(calibration: Calibration, job: Job) -> _Overhead:
 
     step = max(0.0, steps["small"] - per_micro_batch - sent(small))
     count = parameters(large.model)
-    computing = work(large) + layers * operation * kernel_count(large)
+    computing = work(large) + layers * operation * forecast.kernel_count(large)
     added = max(0.0, (steps["large, 4 micro batches"] - steps["large"]) / 3 - computing) / count
     rest = steps["large"] - step - computing - sent(large)
     rest -= count * (added + measured["adam"] / ranks)
@@ -306,11 +295,11 @@ def _communication(
     if "collectives" not in measured:
         return seconds
     for each in operations:
-        kind = each.key.kind
+        kind = each.kind
         if kind == "recv":
             continue  # counted by the matching send
-        overlaps = each.key.axis == "dp" and kind in COLLECTIVES[OVERLAPPED] and not signs
+        overlaps = each.axis == "dp" and kind in COLLECTIVES[OVERLAPPED] and not signs
         mode = OVERLAPPED if overlaps else BLOCKING
         start, unit = fit_line(measured["collectives"][mode][kind])
-        seconds[each.key.axis] += each.calls * (start + each.payload * unit) * slower
+        seconds[each.axis] += each.calls * (start + each.payload * unit) * slower
     return seconds

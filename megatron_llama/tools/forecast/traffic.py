@@ -19,32 +19,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_llama.arch import parameters as arch
 from megatron_llama.arch.hf_tp_mapping import MAGNITUDE
-from megatron_llama.arch.parameters import (
-    FUSED,
-    KV_HEADS,
-    ROW_PARALLEL,
-    fused_rows,
-    head_dim,
-    is_summed_over_tp,
-    kv_copies,
-    kv_heads_per_rank,
-    loss_chunk,
-    norms_branches,
-    qk_norm,
-)
 from megatron_llama.config.precision import BYTES, exchanged_bytes
 from megatron_llama.plan.muon_division import MatrixWork
 from megatron_llama.plan.plan import Plan
-from megatron_llama.tools.forecast.rank_work import (
-    Parameter,
-    adapters_of,
-    block_parameters,
-    gathered_bytes,
-    is_trained,
-    key_rows,
-    units,
-)
+from megatron_llama.tools.forecast import rank_work
 from megatron_llama.topology import AXIS_NAMES, virtual_stages_of
 
 AXES = (*AXIS_NAMES, "world")
@@ -79,7 +59,10 @@ class Operation:
 
     label: str
     """Tensors that it moves, for reports."""
-    key: TrafficKey
+    axis: str
+    kind: str
+    ranks: int
+    """Size of the group; 2 for send and recv."""
     calls: int
     """Calls per step."""
     payload: int
@@ -88,12 +71,16 @@ class Operation:
     """Distance between neighboring ranks of the group. For send and recv: from this rank to the other, modulo the world
     size."""
 
+    @property
+    def key(self) -> TrafficKey:
+        return TrafficKey(self.axis, self.kind, self.ranks)
+
     def group(self, rank: int, world_size: int) -> list[int]:
         """Return the group of ``rank`` in ring order; for send and recv [rank, other rank]."""
-        if self.key.kind in ("send", "recv"):
+        if self.kind in ("send", "recv"):
             return [rank, (rank + self.stride) % world_size]
-        first = rank - rank // self.stride % self.key.ranks * self.stride
-        return [first + number * self.stride for number in range(self.key.ranks)]
+        first = rank - rank // self.stride % self.ranks * self.stride
+        return [first + number * self.stride for number in range(self.ranks)]
 
 
 def bytes_leaving_node(kind: str, group: Sequence[int], rank: int, payload: int, per_node: int) -> int:
@@ -116,7 +103,7 @@ def between_nodes(operations: Iterable[Operation], rank: int, world_size: int, p
     traffic: Traffic = {}
     for operation in operations:
         group = operation.group(rank, world_size)
-        size = bytes_leaving_node(operation.key.kind, group, rank, operation.payload, per_node)
+        size = bytes_leaving_node(operation.kind, group, rank, operation.payload, per_node)
         if size:
             add_traffic(traffic, operation.key, operation.calls, size)
     return sort_traffic(traffic)
@@ -163,22 +150,22 @@ def step_operations(plan: Plan, pp_rank: int, shard_rank: int, tp_rank: int = 0,
     last = len(plan.stage_layers) - 1
     stages = virtual_stages_of(pp_rank, plan.config.trainer.pp, plan.config.trainer.vpp)
     chunks = [_Chunk(plan.stage_layers[stage], stage == 0, stage == last) for stage in stages]
-    world = TrafficKey("world", "all_reduce", plan.world_size)
+    world = ("world", "all_reduce", plan.world_size)
     operations = (
         *_tensor_parallel(plan, chunks),
         *_context_parallel(plan, chunks),
         *_pipeline(plan, chunks),
         *_data_parallel(plan, chunks, tp_rank),
         *_replicated_gradients(plan, chunks, shard_rank),
-        *_attention_logits(plan, chunks, world),
+        *_attention_logits(plan, chunks),
         *_whole_matrices(plan, pp_rank, (replica * plan.shard_size + shard_rank) * plan.config.trainer.tp + tp_rank),
-        Operation("token and document counts of the batch", world, 1, 3 * INT64),
-        Operation("loss", world, 1, FP32),
-        Operation("gradient norm", world, 1, FP32),
-        Operation("weight norm", world, int(plan.config.logging.parameter_norm), FP32),
-        Operation("stop, due, save and failure flags", world, 1, 4 * INT32),
+        Operation("token and document counts of the batch", *world, 1, 3 * INT64),
+        Operation("loss", *world, 1, FP32),
+        Operation("gradient norm", *world, 1, FP32),
+        Operation("weight norm", *world, int(plan.config.logging.parameter_norm), FP32),
+        Operation("stop, due, save and failure flags", *world, 1, 4 * INT32),
     )
-    return [operation for operation in operations if operation.key.ranks > 1 and operation.calls]
+    return [operation for operation in operations if operation.ranks > 1 and operation.calls]
 
 
 def comparison_of_copies(plan: Plan) -> list[Operation]:
@@ -186,9 +173,8 @@ def comparison_of_copies(plan: Plan) -> list[Operation]:
 
     It occurs every ``trainer.check_copies_every`` steps, and is not in ``step_operations``.
     """
-    groups = len(plan.copies)
-    key = TrafficKey("world", "all_gather", plan.world_size)
-    return [Operation("digests of copies", key, 1, plan.world_size * groups * INT64)] if groups else []
+    world, size = plan.world_size, plan.world_size * len(plan.copies) * INT64
+    return [Operation("digests of copies", "world", "all_gather", world, 1, size)] if size else []
 
 
 class _Chunk(NamedTuple):
@@ -218,11 +204,11 @@ def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     last = m * any(chunk.is_last for chunk in chunks)
 
     def op(label: str, kind: str, calls: int) -> Operation:
-        return Operation(label, TrafficKey("tp", kind, t), calls, activations)
+        return Operation(label, "tp", kind, t, calls, activations)
 
     if plan.sp:
         yield op("embedding, forward", "reduce_scatter", first)
-        yield op("embedding, backward", "all_gather", first * is_trained(plan, "embed_tokens"))
+        yield op("embedding, backward", "all_gather", first * rank_work.is_trained(plan, "embed_tokens"))
         yield op("head", "all_gather", last)
         yield op("head, gradient", "reduce_scatter", last)
     else:
@@ -238,12 +224,11 @@ def _tensor_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
         yield from _blocks(plan, "blocks with dropped tokens", *subset, some)
         if plan.sp:
             for kind in ("reduce_scatter", "all_gather"):  # into the subset and out of it, forward and backward
-                key = TrafficKey("tp", kind, t)
-                yield Operation(f"tokens of random-LTD's layers: {kind}", key, 2 * subset[0], some)
-    at_once = min(tokens, loss_chunk(plan.model.hidden_size))
+                yield Operation(f"tokens of random-LTD's layers: {kind}", "tp", kind, t, 2 * subset[0], some)
+    at_once = min(tokens, arch.loss_chunk(plan.model.hidden_size))
     for size, count in ((at_once, tokens // at_once), (tokens % at_once, int(tokens % at_once > 0))):
-        key, payload = TrafficKey("tp", "all_gather", t), 3 * t * size * FP32
-        yield Operation("chunked cross entropy: maximum, sum, target logit", key, count * last, payload)
+        label = "chunked cross entropy: maximum, sum, target logit"
+        yield Operation(label, "tp", "all_gather", t, count * last, 3 * t * size * FP32)
 
 
 def _blocks(
@@ -253,23 +238,19 @@ def _blocks(
     # Recomputation stops at the last tensor that the backward pass needs. down_proj's sum is needed only by LoRA's B
     # and by a norm after it. For weight gradients megatron-core gathers the inputs a second time. Inductor saves the
     # gathered inputs, and frozen weights have no gradients. Networks in chunks are always recomputed, with their sum.
-    lora, chunked = plan.config.finetune.method == "lora", plan.config.trainer.mlp_chunks > 1
+    t, lora, chunked = plan.config.trainer.tp, plan.config.finetune.method == "lora", plan.config.trainer.mlp_chunks > 1
     inputs = 0 if plan.config.trainer.compile or lora else blocks
     mlp_recomputed, last_sums = recomputed, 0
-    if adapters_of(plan, 0, "down_proj") or norms_branches(plan.model):
+    if rank_work.adapters_of(plan, 0, "down_proj") or arch.norms_branches(plan.model):
         last_sums = recomputed
     if chunked:
-        mlp_recomputed = last_sums = blocks + (recomputed if norms_branches(plan.model) else 0)
+        mlp_recomputed = last_sums = blocks + (recomputed if arch.norms_branches(plan.model) else 0)
     chunks = _mlp_chunks(plan, activations)
 
     def op(of: str, kind: str, attention: int, mlp: int) -> Iterator[Operation]:
-        key = TrafficKey("tp", kind, plan.config.trainer.tp)
-        if not chunked:
-            yield Operation(f"{label}{of}", key, attention + mlp, activations)
-            return
-        yield Operation(f"{label}{of}", key, attention, activations)
-        for size, count in chunks.items():
-            yield Operation(f"{label}{of}, MLP chunks", key, count * mlp, size)
+        yield Operation(f"{label}{of}", "tp", kind, t, attention if chunked else attention + mlp, activations)
+        for size, count in chunks.items() if chunked else ():
+            yield Operation(f"{label}{of}, MLP chunks", "tp", kind, t, count * mlp, size)
 
     if plan.sp:
         yield from op(", forward: into qkv, gate_up", "all_gather", blocks, blocks)
@@ -284,13 +265,12 @@ def _blocks(
         yield from op(", backward: out of gate_up, qkv", "all_reduce", blocks, blocks)
         yield from op(" recomputed: out of o", "all_reduce", recomputed, last_sums)
     yield from _float8_maxima(plan, label, blocks, blocks + recomputed, activations)
-    if qk_norm(plan.model) == "projection":
+    if arch.qk_norm(plan.model) == "projection":
         values = activations // (plan.model.hidden_size * BYTES[plan.precision.compute_dtype]) * FP32
-        key = TrafficKey("tp", "all_reduce", plan.config.trainer.tp)
         # Compiled blocks save the results of collectives in selective recomputation.
-        forward = blocks + recomputed + (0 if plan.config.trainer.compile else selective)
-        yield Operation(f"{label}: mean squares of q and k, and gradients", key, 2 * (forward + blocks), values)
-    for matrix in FUSED if lora else ():
+        calls = 2 * (2 * blocks + recomputed + (0 if plan.config.trainer.compile else selective))
+        yield Operation(f"{label}: mean squares of q and k, and gradients", "tp", "all_reduce", t, calls, values)
+    for matrix in arch.FUSED if lora else ():
         sizes, repeated = (chunks, mlp_recomputed) if matrix in MLP else ({activations: 1}, recomputed)
         for size, count in sizes.items():
             yield from _lora(plan, label, matrix, size, count * blocks, count * repeated)
@@ -308,22 +288,20 @@ def _mlp_chunks(plan: Plan, activations: int) -> dict[int, int]:
 
 def _lora(plan: Plan, label: str, matrix: str, activations: int, blocks: int, recomputed: int) -> Iterator[Operation]:
     """Yield the operations of x Aᵀ, which is gathered or summed like the matrix's input or output."""
-    stack = adapters_of(plan, 0, matrix)
+    stack, t = rank_work.adapters_of(plan, 0, matrix), plan.config.trainer.tp
     size = sum(stack.ranks) * (activations // plan.model.hidden_size) if stack else 0
     forward, backward = blocks + recomputed, blocks
     if plan.sp:
         kinds = {"reduce_scatter": forward, "all_gather": backward}
-        if matrix not in ROW_PARALLEL:
+        if matrix not in arch.ROW_PARALLEL:
             kinds = {"all_gather": forward, "reduce_scatter": backward}
     else:
-        kinds = {"all_reduce": forward if matrix in ROW_PARALLEL else backward}
+        kinds = {"all_reduce": forward if matrix in arch.ROW_PARALLEL else backward}
     for kind, calls in kinds.items():
-        key = TrafficKey("tp", kind, plan.config.trainer.tp)
-        yield Operation(f"{label}: LoRA of {matrix}", key, calls * (size > 0), size)
-    if plan.config.finetune.use_dora and matrix in ROW_PARALLEL:
-        key = TrafficKey("tp", "all_reduce", plan.config.trainer.tp)
+        yield Operation(f"{label}: LoRA of {matrix}", "tp", kind, t, calls * (size > 0), size)
+    if plan.config.finetune.use_dora and matrix in arch.ROW_PARALLEL:
         norms = sum(stack.rows) * FP32 if stack else 0
-        yield Operation(f"{label}: DoRA's norms of {matrix}", key, forward * (norms > 0), norms)
+        yield Operation(f"{label}: DoRA's norms of {matrix}", "tp", "all_reduce", t, forward * (norms > 0), norms)
 
 
 def _float8_maxima(plan: Plan, label: str, blocks: int, forward: int, activations: int) -> Iterator[Operation]:
@@ -331,18 +309,18 @@ def _float8_maxima(plan: Plan, label: str, blocks: int, forward: int, activation
     recipe, hidden = plan.config.trainer.float8, plan.model.hidden_size
     if recipe is None:
         return
-    key = TrafficKey("tp", "all_reduce", plan.config.trainer.tp)
-    columns = len(FUSED) - len(ROW_PARALLEL)
+    key = ("tp", "all_reduce", plan.config.trainer.tp)
+    columns = len(arch.FUSED) - len(arch.ROW_PARALLEL)
     if recipe == "tensorwise":
         with_gradient = int(plan.config.finetune.method != "lora")
-        calls = forward * (columns + 2 * len(ROW_PARALLEL))
-        calls += blocks * (columns * (2 + with_gradient) + len(ROW_PARALLEL) * (1 + with_gradient))
-        yield Operation(f"{label}: maxima of float8 operands", key, calls, FP32)
+        calls = forward * (columns + 2 * len(arch.ROW_PARALLEL))
+        calls += blocks * (columns * (2 + with_gradient) + len(arch.ROW_PARALLEL) * (1 + with_gradient))
+        yield Operation(f"{label}: maxima of float8 operands", *key, calls, FP32)
         return
     tokens = activations // (hidden * BYTES[plan.precision.compute_dtype])
-    calls = forward * len(ROW_PARALLEL) + blocks * columns
-    yield Operation(f"{label}: maxima of float8 rows", key, calls, tokens * FP32)
-    yield Operation(f"{label}: maxima of float8 columns", key, calls, hidden * FP32)
+    calls = forward * len(arch.ROW_PARALLEL) + blocks * columns
+    yield Operation(f"{label}: maxima of float8 rows", *key, calls, tokens * FP32)
+    yield Operation(f"{label}: maxima of float8 columns", *key, calls, hidden * FP32)
 
 
 def _context_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
@@ -350,36 +328,35 @@ def _context_parallel(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     trainer, cp = plan.config.trainer, plan.config.trainer.cp
     if cp == 1:
         return
-    head = plan.config.data.length * trainer.micro_batch_size * head_dim(plan.model)  # of the whole sequence
+    head = plan.config.data.length * trainer.micro_batch_size * arch.head_dim(plan.model)  # of the whole sequence
     head *= BYTES[plan.precision.compute_dtype]
     layers, full, selective = _block_passes(plan, (layer for chunk in chunks for layer in chunk.layers))
-    stride, kv = plan.grid.stride("cp"), kv_heads_per_rank(plan.model, trainer.tp)
+    stride, kv = plan.grid.stride("cp"), arch.kv_heads_per_rank(plan.model, trainer.tp)
     if trainer.cp_comm == "all_gather":
-        gather, scatter = (TrafficKey("cp", kind, cp) for kind in ("all_gather", "reduce_scatter"))
         both = 2 * kv * head
-        yield Operation("keys and values, forward", gather, layers + full + selective, both, stride)
-        yield Operation("keys and values, backward", gather, layers, both, stride)
-        yield Operation("their gradients", scatter, layers, both, stride)
+        yield Operation("keys and values, forward", "cp", "all_gather", cp, layers + full + selective, both, stride)
+        yield Operation("keys and values, backward", "cp", "all_gather", cp, layers, both, stride)
+        yield Operation("their gradients", "cp", "reduce_scatter", cp, layers, both, stride)
         return
-    exchange, inputs = TrafficKey("cp", "all_to_all", cp), 2 * layers + full + selective
+    exchange, inputs = ("cp", "all_to_all", cp), 2 * layers + full + selective
     queries = plan.model.num_attention_heads // trainer.tp * head // cp
-    yield Operation("queries", exchange, inputs, queries, stride)
-    yield Operation("keys, values", exchange, 2 * inputs, max(kv, cp) * head // cp, stride)
+    yield Operation("queries", *exchange, inputs, queries, stride)
+    yield Operation("keys, values", *exchange, 2 * inputs, max(kv, cp) * head // cp, stride)
     # Selective recomputation ends at the kernel.
-    yield Operation("outputs", exchange, 2 * layers + full, queries, stride)
+    yield Operation("outputs", *exchange, 2 * layers + full, queries, stride)
 
 
-def _attention_logits(plan: Plan, chunks: list[_Chunk], world: TrafficKey) -> Iterator[Operation]:
+def _attention_logits(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     """Yield the communication of QK-Clip: keys of whole sequences, and the largest logits of all heads."""
     model, trainer = plan.model, plan.config.trainer
     if plan.config.optim.qk_clip is None:
         return
-    keys = kv_heads_per_rank(model, trainer.tp) * head_dim(model) * plan.config.data.length * trainer.micro_batch_size
-    gather = TrafficKey("cp", "all_gather", trainer.cp)
-    calls = plan.num_microbatches * sum(len(chunk.layers) for chunk in chunks)
-    size = BYTES[plan.precision.compute_dtype]
-    yield Operation("keys for the largest logits", gather, calls, keys * size, plan.grid.stride("cp"))
-    yield Operation("largest logits", world, 1, model.num_hidden_layers * model.num_attention_heads * FP32)
+    tokens, width = plan.config.data.length * trainer.micro_batch_size, BYTES[plan.precision.compute_dtype]
+    keys = arch.kv_heads_per_rank(model, trainer.tp) * arch.head_dim(model) * tokens * width
+    calls, stride = plan.num_microbatches * sum(len(chunk.layers) for chunk in chunks), plan.grid.stride("cp")
+    yield Operation("keys for the largest logits", "cp", "all_gather", trainer.cp, calls, keys, stride)
+    size = model.num_hidden_layers * model.num_attention_heads * FP32
+    yield Operation("largest logits", "world", "all_reduce", plan.world_size, 1, size)
 
 
 def _pipeline(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
@@ -393,8 +370,8 @@ def _pipeline(plan: Plan, chunks: list[_Chunk]) -> Iterator[Operation]:
     back = m * sum(not chunk.is_first for chunk in chunks)
     following = plan.grid.stride("pp")
     for kind, forward, backward, way in (("send", onwards, back, following), ("recv", back, onwards, -following)):
-        yield Operation("activations", TrafficKey("pp", kind, 2), forward, message, way)
-        yield Operation("their gradients", TrafficKey("pp", kind, 2), backward, message, -way)
+        yield Operation("activations", "pp", kind, 2, forward, message, way)
+        yield Operation("their gradients", "pp", kind, 2, backward, message, -way)
 
 
 def _data_parallel(plan: Plan, chunks: list[_Chunk], tp_rank: int) -> Iterator[Operation]:
@@ -407,25 +384,24 @@ def _data_parallel(plan: Plan, chunks: list[_Chunk], tp_rank: int) -> Iterator[O
     sums = m if zero >= 2 else 1
     held: list[int] = []
     for chunk in chunks:
-        for label, count, parameters in units(plan, len(chunk.layers), chunk.is_first, chunk.is_last):
+        for label, count, parameters in rank_work.units(plan, len(chunk.layers), chunk.is_first, chunk.is_last):
             held += [size for parameter in parameters for size in _rectangle_sizes(plan, parameter, tp_rank)] * count
-            whole = n * sum(gathered_bytes(plan, parameter, n) for parameter in parameters)
+            whole = n * sum(rank_work.gathered_bytes(plan, parameter, n) for parameter in parameters)
             sizes = [parameter.shard(n) for parameter in parameters]
             weights = n * exchanged_bytes(trainer.param_gather, sizes) if trainer.param_gather else whole
-            yield Operation(f"{label}: weights", TrafficKey("dp", "all_gather", n), count * gathers, weights, spacing)
+            yield Operation(f"{label}: weights", "dp", "all_gather", n, count * gathers, weights, spacing)
             in_backward = backward_gathers * (count - chunk.is_last) if label == "blocks" else 0
-            backward_bytes = whole if trainer.secondary_group else weights
-            backward_key = TrafficKey("dp", "all_gather", inside)
-            yield Operation(f"{label}: weights, backward", backward_key, in_backward, backward_bytes, spacing)
+            size = whole if trainer.secondary_group else weights
+            yield Operation(f"{label}: weights, backward", "dp", "all_gather", inside, in_backward, size, spacing)
             trained = [parameter.shard(n) for parameter in parameters if parameter.trained]
-            for reason, key, payload, stride in _reductions(plan, trained) if trained else ():
-                yield Operation(f"{label}: {reason}", key, count * sums, payload, stride)
+            for reason, kind, ranks, payload, stride in _reductions(plan, trained) if trained else ():
+                yield Operation(f"{label}: {reason}", "dp", kind, ranks, count * sums, payload, stride)
     if plan.exchanges_signs:
         yield from _signs(plan.data_ranks, held, spacing)
 
 
-def _reductions(plan: Plan, sizes: list[int]) -> Iterator[tuple[str, TrafficKey, int, int]]:
-    """Yield (label, key, payload, stride) of one gradient reduction of a unit: over its shards, then over its copies.
+def _reductions(plan: Plan, sizes: list[int]) -> Iterator[tuple[str, str, int, int, int]]:
+    """Yield (label, kind, ranks, payload, stride) of the gradient reductions of a unit: over shards, then over copies.
 
     ``sizes`` are the values per shard of each parameter.
     """
@@ -433,23 +409,22 @@ def _reductions(plan: Plan, sizes: list[int]) -> Iterator[tuple[str, TrafficKey,
     stride = plan.grid.stride(plan.grid.same_weights[0])
     if kind is None:
         shard = sum(sizes) * BYTES[plan.precision.grad_accum_dtype]
-        yield "gradients", TrafficKey("dp", "reduce_scatter", n), n * shard, stride
+        yield "gradients", "reduce_scatter", n, n * shard, stride
         if not plan.exchanges_signs:
-            yield "gradients, over copies", TrafficKey("dp", "all_reduce", copies), shard, stride * n
+            yield "gradients, over copies", "all_reduce", copies, shard, stride * n
         return
     inside, whole = plan.config.trainer.reduce_group, n * exchanged_bytes(kind, sizes)
     if inside is None:
-        yield "gradients", TrafficKey("dp", "all_to_all", n), whole, stride
+        yield "gradients", "all_to_all", n, whole, stride
     else:
-        yield "gradients, inside nodes", TrafficKey("dp", "all_to_all", inside), whole, stride
-        across = TrafficKey("dp", "all_to_all", n // inside)
-        yield "gradient sums, across nodes", across, whole // inside, stride * inside
+        yield "gradients, inside nodes", "all_to_all", inside, whole, stride
+        yield "gradient sums, across nodes", "all_to_all", n // inside, whole // inside, stride * inside
     part = copies * exchanged_bytes(kind, [-(-size // copies) for size in sizes])
-    yield "gradients, over copies", TrafficKey("dp", "all_to_all", copies), part, stride * n
-    yield "gradient sums, over copies", TrafficKey("dp", "all_gather", copies), part, stride * n
+    yield "gradients, over copies", "all_to_all", copies, part, stride * n
+    yield "gradient sums, over copies", "all_gather", copies, part, stride * n
 
 
-def _rectangle_sizes(plan: Plan, parameter: Parameter, tp_rank: int) -> list[int]:
+def _rectangle_sizes(plan: Plan, parameter: rank_work.Parameter, tp_rank: int) -> list[int]:
     """Return the values of each rectangle of a Hugging Face tensor in a trained parameter (arch/hf_tp_mapping.py).
 
     Rows that pad the vocabulary are in none.
@@ -461,13 +436,14 @@ def _rectangle_sizes(plan: Plan, parameter: Parameter, tp_rank: int) -> list[int
         return [real * parameter.columns] if real > 0 else []
     matrix, _, adapter = parameter.name.partition(".")
     if adapter in ("lora_A", "lora_B", MAGNITUDE):
-        stack = adapters_of(plan, 0, matrix)
+        stack = rank_work.adapters_of(plan, 0, matrix)
         assert stack is not None
         a = [rank * parameter.columns for rank in stack.ranks]
         b = [rows * rank for rows, rank in zip(stack.rows, stack.ranks, strict=True)]
         return {"lora_A": a, "lora_B": b}.get(adapter, [*stack.rows])
-    if matrix in FUSED and not (matrix in ROW_PARALLEL and adapter == "bias"):
-        return [rows * parameter.columns for rows in fused_rows(plan.model, matrix, plan.config.trainer.tp).values()]
+    if matrix in arch.FUSED and not (matrix in arch.ROW_PARALLEL and adapter == "bias"):
+        parts = arch.fused_rows(plan.model, matrix, plan.config.trainer.tp).values()
+        return [rows * parameter.columns for rows in parts]
     return [parameter.rows * parameter.columns]
 
 
@@ -477,10 +453,10 @@ def _signs(ranks: int, sizes: list[int], stride: int) -> Iterator[Operation]:
     During the warm-up it is one all_reduce of all gradients in fp32.
     """
     signs = ranks * sum(-(-size // (8 * ranks)) for size in sizes)
-    gather = TrafficKey("dp", "all_gather", ranks)
-    yield Operation("signs of momenta", TrafficKey("dp", "all_to_all", ranks), 1, signs, stride)
-    yield Operation("signs of averages", gather, 1, signs, stride)
-    yield Operation("scales of momenta and averages", gather, 2, ranks * len(sizes) * FP32, stride)
+    scales = ranks * len(sizes) * FP32
+    yield Operation("signs of momenta", "dp", "all_to_all", ranks, 1, signs, stride)
+    yield Operation("signs of averages", "dp", "all_gather", ranks, 1, signs, stride)
+    yield Operation("scales of momenta and averages", "dp", "all_gather", ranks, 2, scales, stride)
 
 
 def _whole_matrices(plan: Plan, pp_rank: int, member: int) -> Iterator[Operation]:
@@ -489,14 +465,13 @@ def _whole_matrices(plan: Plan, pp_rank: int, member: int) -> Iterator[Operation
         return
     work, width = MatrixWork(plan, pp_rank), BYTES[plan.precision.compute_dtype]
     axis = "dp" if plan.data_ranks > 1 else "tp"
-    key = TrafficKey(axis, "all_to_all", work.members)
     to_owners, results = zip(*work.sent_values(member), strict=True)
     rounds = [("orthogonalized matrices", results)]
     if len(work.same_replica(member)) > 1:
         rounds.insert(0, ("matrices to their owners", to_owners))
     for label, values in rounds:
         for size, calls in Counter(values).items():
-            yield Operation(label, key, calls, size * width)
+            yield Operation(label, axis, "all_to_all", work.members, calls, size * width)
 
 
 def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> Iterator[Operation]:
@@ -511,35 +486,35 @@ def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> 
 
     layers = sum(len(chunk.layers) for chunk in chunks)
     first, last = (any(getattr(chunk, end) for chunk in chunks) for end in ("is_first", "is_last"))
-    named = {parameter.name: parameter for parameter in block_parameters(plan)}
+    named = {parameter.name: parameter for parameter in rank_work.block_parameters(plan)}
     ends = {
         parameter.name: parameter
         for chunk in chunks
-        for unit in units(plan, len(chunk.layers), chunk.is_first, chunk.is_last)
+        for unit in rank_work.units(plan, len(chunk.layers), chunk.is_first, chunk.is_last)
         if unit.label != "blocks"
         for parameter in unit.parameters
     }
     trained = [name for name, parameter in named.items() if parameter.trained]
-    vectors = [name for name in trained if is_summed_over_tp(name, model, tp=t, sp=plan.sp)]
+    vectors = [name for name in trained if arch.is_summed_over_tp(name, model, tp=t, sp=plan.sp)]
     if plan.sp or vectors:
         values = layers * sum(held(named[name].rows, (0, named[name].rows)) * named[name].columns for name in vectors)
         calls = int(bool(vectors) and layers > 0)
         if plan.sp and "norm" in ends and ends["norm"].trained:
             values, calls = values + held(h, (0, h)), 1
         label = "gradients of norms, of biases and of replicated LoRA matrices"
-        yield Operation(label, TrafficKey("tp", "all_reduce", t), calls, values * width)
-    copies = kv_copies(model, t)
-    shared = [name for name in KV_HEADS if name in trained and name not in vectors]
+        yield Operation(label, "tp", "all_reduce", t, calls, values * width)
+    copies = arch.kv_copies(model, t)
+    shared = [name for name in arch.KV_HEADS if name in trained and name not in vectors]
     if copies > 1 and shared:
         values = 0
         for name in shared:
             rows, columns = named[name].rows, named[name].columns
-            values += layers * held(rows, (0 if name == "k_norm" else rows - key_rows(plan), rows)) * columns
-        key = TrafficKey("tp", "all_reduce", copies)
-        yield Operation("gradients of shared kv heads", key, int(values > 0), values * width)
-    if model.tie_word_embeddings and plan.config.trainer.pp > 1 and is_trained(plan, "lm_head"):
+            values += layers * held(rows, (0 if name == "k_norm" else rows - rank_work.key_rows(plan), rows)) * columns
+        calls = int(values > 0)
+        yield Operation("gradients of shared kv heads", "tp", "all_reduce", copies, calls, values * width)
+    if model.tie_word_embeddings and plan.config.trainer.pp > 1 and rank_work.is_trained(plan, "lm_head"):
         vocabulary_rows = plan.padded_vocab_size // t
         payload = held(vocabulary_rows, (0, vocabulary_rows)) * h * width
         apart = (plan.config.trainer.pp - 1) * plan.grid.stride("pp")
-        key = TrafficKey("pp", "all_reduce", 2)
-        yield Operation("gradient of the tied embedding", key, int(first or last), payload, apart)
+        calls = int(first or last)
+        yield Operation("gradient of the tied embedding", "pp", "all_reduce", 2, calls, payload, apart)

@@ -16,14 +16,6 @@ from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.tables import format_ranges, text_table
 from megatron_llama.tools.common import MOCK_RUN, run_tool
 from megatron_llama.tools.forecast import traffic as forecast
-from megatron_llama.tools.forecast.traffic import (
-    Operation,
-    Traffic,
-    TrafficKey,
-    comparison_of_copies,
-    step_operations,
-    wire_bytes,
-)
 from megatron_llama.tools.planned_run import read_planned_run
 
 HEAD = "bytes per training step and rank"
@@ -80,13 +72,13 @@ def predicted_lines(plan: Plan, hardware: str) -> Iterator[str]:
     """Yield the predicted table of each distinct group of ranks; the operations of each row follow it."""
     yield from (*layout_lines(plan, hardware), HEAD)
     if often := plan.config.trainer.check_copies_every:
-        for operation in comparison_of_copies(plan):
-            kind = f"world {operation.key.kind} of {operation.payload:,}"
+        for operation in forecast.comparison_of_copies(plan):
+            kind = f"world {operation.kind} of {operation.payload:,}"
             yield f"every {often:,} steps in addition, {operation.label}: {kind}"
     for ranks, sent in groups_of_ranks(plan):
         traffic = forecast.totals(sent)
         amounts = [
-            (f"{amount.calls:,}", f"{amount.payload:,}", f"{wire_bytes(line, amount.payload):,.0f}")
+            (f"{amount.calls:,}", f"{amount.payload:,}", f"{forecast.wire_bytes(line, amount.payload):,.0f}")
             for line, amount in traffic.items()
         ]
         head, *rows = _table(["calls", "payload", "wire"], list(traffic), amounts)
@@ -96,12 +88,12 @@ def predicted_lines(plan: Plan, hardware: str) -> Iterator[str]:
             yield from (f"{'':8}{o.label}: {o.calls:,} x {o.payload:,}" for o in sent if o.key == line)
 
 
-def _table(head: Sequence[str], lines: Sequence[TrafficKey], amounts: Sequence[Sequence[str]]) -> list[str]:
+def _table(head: Sequence[str], lines: Sequence[forecast.TrafficKey], amounts: Sequence[Sequence[str]]) -> list[str]:
     rows = [(*map(str, line), *amount) for line, amount in zip(lines, amounts, strict=True)]
     return [f"  {row}" for row in text_table([("axis", "kind", "ranks", *head), *rows], left=2)]
 
 
-def compared_lines(by_rank: Sequence[Sequence[Traffic]]) -> Iterator[str]:
+def compared_lines(by_rank: Sequence[Sequence[forecast.Traffic]]) -> Iterator[str]:
     """Yield tables of predicted and counted bytes; ranks with equal traffic share a table.
 
     ``by_rank`` has for each rank the predicted traffic, then the traffic of each counted step.
@@ -136,14 +128,14 @@ def _measure(plan: Plan) -> int:
     return 0 if agree else EXIT_FAILED
 
 
-def operations_of_rank(plan: Plan, rank: int) -> list[Operation]:
+def operations_of_rank(plan: Plan, rank: int) -> list[forecast.Operation]:
     """Return the operations of ``rank`` in a training step."""
     topology = plan.topology(rank)
     place = topology.place
-    return step_operations(plan, place["pp"], topology.shard_rank, place["tp"], topology.replica_rank)
+    return forecast.step_operations(plan, place["pp"], topology.shard_rank, place["tp"], topology.replica_rank)
 
 
-def groups_of_ranks(plan: Plan) -> list[tuple[list[int], list[Operation]]]:
+def groups_of_ranks(plan: Plan) -> list[tuple[list[int], list[forecast.Operation]]]:
     """Group the ranks by equal operations: (ranks, operations)."""
     if plan.config.trainer.exact:
         rule = "the table has no rows for the messages of exact mode"
@@ -156,8 +148,8 @@ def groups_of_ranks(plan: Plan) -> list[tuple[list[int], list[Operation]]]:
         rule = "the table has no rows for trained embeddings of tokens"
         raise ConfigError([Problem("finetune.trainable_token_indices", tokens, rule, "omit it for this table")])
     # Operations depend only on these coordinates: a few calls for thousands of ranks.
-    operations_at = functools.cache(lambda *place: tuple(step_operations(plan, *place)))
-    groups: dict[tuple[Operation, ...], list[int]] = {}
+    operations_at = functools.cache(lambda *place: tuple(forecast.step_operations(plan, *place)))
+    groups: dict[tuple[forecast.Operation, ...], list[int]] = {}
     for rank in range(plan.world_size):
         topology = plan.topology(rank)
         divides = plan.config.optim.row.gathers_matrices
