@@ -71,11 +71,7 @@ class Row:
         return statistics.median(self.cpus)
 
     def once(self, folder: Path, peak: bool = False) -> None:
-        """Run the program in an empty folder.
-
-        Raises:
-            MachineError: with the end of the output, if the program fails.
-        """
+        """Run the program in an empty folder. Raises MachineError, with the end of the output, if it fails."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -113,18 +109,15 @@ def _watch_memory(process: subprocess.Popen) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("--input", nargs="+", required=True, help="JSONL files, plain or compressed, or folders")
-    parser.add_argument("--tokenizer-model", required=True, help="sentencepiece model")
-    parser.add_argument("--megatron", help="checkout of Megatron-LM that runs in this Python (default: no row)")
-    parser.add_argument("--repeat", type=int, default=5, help="rounds (default 5)")
-    parser.add_argument(
-        "--sizes", type=int, nargs="*", default=[1, 4, 16], help="file sizes of the scaling table, in copies"
-    )
-    parser.add_argument(
-        "--workers", type=int, nargs="*", default=[1, 2], help="numbers of workers of the scaling table"
-    )
-    parser.add_argument("--folder", type=Path, help="folder for temporary files")
-    parser.add_argument("--report", type=Path, help="also write the table to this file")
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, help="JSONL files, plain or compressed, or folders")
+    add("--tokenizer-model", required=True, help="sentencepiece model")
+    add("--megatron", help="checkout of Megatron-LM that runs in this Python (default: no row)")
+    add("--repeat", type=int, default=5, help="rounds (default 5)")
+    add("--sizes", type=int, nargs="*", default=[1, 4, 16], help="file sizes of the scaling table, as multiples")
+    add("--workers", type=int, nargs="*", default=[1, 2], help="numbers of workers of the scaling table")
+    add("--folder", type=Path, help="folder for temporary files")
+    add("--report", type=Path, help="also write the table to this file")
 
 
 def run(args: argparse.Namespace) -> int:

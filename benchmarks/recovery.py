@@ -166,11 +166,6 @@ def kill_rank(run: Run) -> None:
     os.kill(run.ranks()[1], signal.SIGKILL)
 
 
-def stop_rank(run: Run) -> None:
-    """Stop rank 1, which then makes no progress."""
-    os.kill(run.ranks()[1], signal.SIGSTOP)
-
-
 def kill_rank_and_damage(run: Run) -> None:
     """Cut off a file of the newest checkpoint, then kill rank 1."""
     path = next(run.checkpoints[-1].glob("*.safetensors"))
@@ -190,7 +185,7 @@ class Fault:
 
 FAULTS = {
     "rank killed": Fault(kill_rank),
-    "hang": Fault(stop_rank),
+    "hang": Fault(lambda run: os.kill(run.ranks()[1], signal.SIGSTOP)),
     "rank killed, newest checkpoint damaged": Fault(kill_rank_and_damage),
     "launcher killed": Fault(lambda run: os.kill(run.pid, signal.SIGKILL), relaunches=True),
     "rank killed, copies in memory": Fault(kill_rank, overrides=("checkpoint.memory_every_steps=1",)),

@@ -219,7 +219,7 @@ def steps_of(study: Study, variant: Variant) -> int:
 def sent(study: Study, variant: Variant) -> float:
     """Return the MB that a rank sends along dp in a step."""
     operations = step_operations(_plan(study, variant, study.steps), 0, 0)
-    amounts = totals(each for each in operations if each.key.axis == "dp")
+    amounts = totals(each for each in operations if each.axis == "dp")
     return sum(wire_bytes(key, amount.payload) for key, amount in amounts.items()) / 1e6
 
 

@@ -12,24 +12,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.arguments import (
-    add_program_arguments,
-    build_entries,
-    install_peers,
-    load_preset,
-    report_excluded,
-)
-from benchmarks.harness.comparison import (
-    FACTS_HEAD,
-    HEAD,
-    LAYOUT_HEAD,
-    ComparisonCell,
-    Spread,
-    fact_rows,
-    layout_rows,
-    speed_rows,
-    summary_lines,
-)
+from benchmarks.harness import arguments, comparison
 from benchmarks.harness.environments import Peer, torch_version
 from benchmarks.harness.runner import RoundSettings, run_rounds
 from benchmarks.harness.task import TrainingTask
@@ -54,7 +37,7 @@ cache.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    add_program_arguments(parser)
+    arguments.add_program_arguments(parser)
     add = parser.add_argument
     add("--rounds", type=int, default=3, help="turns of each program (default %(default)s)")
     add("--steps", type=int, default=2, help="timed steps per turn (default %(default)s)")
@@ -65,29 +48,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the comparison, print and write the page; return 1 if a program was excluded."""
-    entries, excluded = build_entries(args), dict[str, str]()
-    pythons = dict(install_peers(args, excluded))
+    entries, excluded = arguments.build_entries(args), dict[str, str]()
+    pythons = dict(arguments.install_peers(args, excluded))
     if args.install:
-        return report_excluded(excluded)
-    cells = []
-    text = ""
+        return arguments.report_excluded(excluded)
+    cells, text = list[comparison.ComparisonCell](), ""
     for cell in _measure_cells(args, entries, pythons, excluded):
-        cells.append(asdict(cell))
+        cells.append(cell)
         text = _write(args, cells, excluded)  # after each cell, so that an interrupted run keeps its results
     sys.stdout.write(text)
-    return report_excluded(excluded)
+    return arguments.report_excluded(excluded)
 
 
-def _drop_local_paths(cell: dict[str, Any]) -> dict[str, Any]:
-    """Remove local paths and times from a cell."""
+def _published(cell: comparison.ComparisonCell) -> dict[str, Any]:
+    """Return the fields of a cell, without local paths and times."""
+    fields = asdict(cell)
+    for result in fields["results"]:
+        for name in ("cache", "address", "started"):
+            del result["task"][name]
+    return fields
 
-    def task(fields: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in fields.items() if name not in ("cache", "address", "started")}
 
-    return cell | {"results": [result | {"task": task(result["task"])} for result in cell["results"]]}
-
-
-def _write(args: argparse.Namespace, cells: list[dict[str, Any]], excluded: dict[str, str]) -> str:
+def _write(args: argparse.Namespace, cells: list[comparison.ComparisonCell], excluded: dict[str, str]) -> str:
     """Write the current results; return the page."""
     record = {
         "date": str(date.today()),
@@ -96,10 +78,9 @@ def _write(args: argparse.Namespace, cells: list[dict[str, Any]], excluded: dict
         "command": command_line(),
         "versions": {"python": sys.version.split()[0], "torch": torch_version()},
         "left_out": excluded,
-        "cells": cells,
     }
-    text = "\n".join(page(record)) + "\n"
-    published = record | {"cells": [_drop_local_paths(cell) for cell in cells]}
+    text = "\n".join(page(record, cells)) + "\n"
+    published = record | {"cells": [_published(cell) for cell in cells]}
     write_atomically(args.output.with_suffix(".json"), json.dumps(published, indent=1) + "\n")
     write_atomically(args.output.with_suffix(".md"), text)
     return text
@@ -110,7 +91,7 @@ def _measure_cells(
     entries: dict[tuple[str, str], list[tuple[Peer, TrainingTask]]],
     pythons: dict[str, Path],
     excluded: dict[str, str],
-) -> Iterator[ComparisonCell]:
+) -> Iterator[comparison.ComparisonCell]:
     """Yield each cell when it is measured; show a progress bar on stderr."""
     import torch  # not for --help
 
@@ -132,14 +113,14 @@ def _measure_cells(
             results = run_rounds([(peer, pythons[peer.name], task) for peer, task in able], settings)
             excluded.update({f"{title} {name}": reason for name, reason in left.items()})
             if results:
-                length = results[0].task.seq_length
-                yield ComparisonCell(flops_per_token(load_preset(model, args.layers).model, length).causal, results)
+                shape = arguments.load_preset(model, args.layers).model
+                flops = flops_per_token(shape, results[0].task.seq_length).causal
+                yield comparison.ComparisonCell(flops, results)
 
 
-def page(record: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of the Markdown page of a JSON record."""
+def page(record: dict[str, Any], cells: list[comparison.ComparisonCell]) -> Iterator[str]:
+    """Yield the lines of the Markdown page of a JSON record and its cells."""
     versions: dict[str, str] = dict(record["versions"])
-    cells = [ComparisonCell.from_json(cell) for cell in record["cells"]]
     for result in (result for cell in cells for result in cell.results):
         versions.update(result.facts.versions)
     yield from [f"# Training compared with other programs ({record['date']})", ""]
@@ -148,13 +129,14 @@ def page(record: dict[str, Any]) -> Iterator[str]:
     yield from EXPLANATION.splitlines()
     for cell in cells:
         yield from ["", f"## {cell.title}", ""]
-        yield from markdown_table(HEAD, speed_rows(cell))
+        yield from markdown_table(comparison.HEAD, comparison.speed_rows(cell))
         peaks = [turn.peak_flops / 1e9 for result in cell.results for turn in result.turns]
-        yield from ["", f"Matmul peak around the turns: {Spread.of(peaks)} GFLOP/s.", "", *summary_lines(cell)]
-        if rows := list(layout_rows(cell)):
-            yield from ["", *markdown_table(LAYOUT_HEAD, rows)]
+        yield from ["", f"Matmul peak around the turns: {comparison.Spread.of(peaks)} GFLOP/s.", ""]
+        yield from comparison.summary_lines(cell)
+        if rows := list(comparison.layout_rows(cell)):
+            yield from ["", *markdown_table(comparison.LAYOUT_HEAD, rows)]
     yield from ["", "## Programs", ""]
-    yield from markdown_table(FACTS_HEAD, fact_rows(cells))
+    yield from markdown_table(comparison.FACTS_HEAD, comparison.fact_rows(cells))
     if record["left_out"]:
         yield from ["", "## Excluded", ""]
         for name, reason in record["left_out"].items():

@@ -100,31 +100,19 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that ``build_entries`` and ``install_peers`` read."""
     add = parser.add_argument
     add("--models", type=split_words, default=["llama_15m", "llama_56m", "llama_110m"], help="presets of conf/model")
-    add(
-        "--precision",
-        type=split_words,
-        default=split_words(PRECISIONS),
-        help="dtypes of the matmuls: fp32,bf16; weights are always fp32",
-    )
+    text = "dtypes of the matmuls: fp32,bf16; weights are always fp32"
+    add("--precision", type=split_words, default=split_words(PRECISIONS), help=text)
     add("--peers", type=split_words, default=list(PEERS), help=f"programs, from {', '.join(PEERS)} (default all)")
     add("--installed", action="store_true", help="use peers of this environment, and install nothing")
     add("--modes", type=split_words, default=split_words(MODES), help="eager,compiled")
     add("--layouts", type=split_words, default=[ONE], help="this project's layouts: one,tp2,dp2,pp2 (default one)")
-    add(
-        "--recompute",
-        type=split_words,
-        default=["none"],
-        help="this project's trainer.recompute: none,elementwise,full ... (default none)",
-    )
+    text = "this project's trainer.recompute: none,elementwise,full ... (default none)"
+    add("--recompute", type=split_words, default=["none"], help=text)
     add("--zero", type=split_numbers, default=[1], help="this project's trainer.zero, for example 1,3 (default 1)")
     add("--state-bits", type=split_numbers, default=[32], help="bits of this project's Adam states: 32,8 (default 32)")
     add("--batch", type=int, default=4, help="sequences per step (default %(default)s)")
-    add(
-        "--seq-length",
-        type=int,
-        default=512,
-        help="tokens per sequence, capped at the model's maximum (default %(default)s)",
-    )
+    text = "tokens per sequence, capped at the model's maximum (default %(default)s)"
+    add("--seq-length", type=int, default=512, help=text)
     add("--layers", type=int, help="layers of each model, to run a large model's shape on one GPU (default: all)")
     add("--device", default="cpu", choices=[name for name in DEVICES if name != "auto"])
     cores = get_device("cpu").count()
@@ -134,8 +122,7 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
 def build_entries(args: argparse.Namespace) -> dict[tuple[str, str], list[tuple[Peer, TrainingTask]]]:
     """Return the programs for each (model, precision), in the order of their turns.
 
-    Raises:
-        ConfigError: with all problems of the arguments.
+    Raises ConfigError with all problems of the arguments.
     """
     problems: list[Problem] = []
     for flag, given, listed in (

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from statistics import median
-from typing import Any
 
 from benchmarks.harness.environments import OURS
 from benchmarks.harness.task import Facts, TrainingTask, checksum
@@ -79,6 +79,10 @@ class ProgramResult:
     live_bytes: int = 0
     """Peak bytes of live tensors in a step, summed over ranks."""
 
+    @property
+    def peak_bytes(self) -> int:
+        return max(turn.peak_bytes for turn in self.turns)
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -103,11 +107,6 @@ class ComparisonCell:
     flops_per_token: float
     """FLOPs of forward and backward pass with causal attention."""
     results: list[ProgramResult]
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> ComparisonCell:
-        """Rebuild a cell from ``dataclasses.asdict``."""
-        return cls(fields["flops_per_token"], [_result_from_json(result) for result in fields["results"]])
 
     @property
     def task(self) -> TrainingTask:
@@ -139,27 +138,14 @@ class ComparisonCell:
         """Return the speed of ``result`` relative to ``other``, computed per round."""
         return Spread.of([a / b for a, b in zip(self.speeds(result), self.speeds(other), strict=True)])
 
-    def fastest(self, ours: bool) -> ProgramResult | None:
-        """Return the fastest one-process result, of this project or of the peers."""
-        candidates = [r for r in self.results if is_this_project(r.name) == ours and r.task.layout.ranks == 1]
-        return max(candidates, key=lambda result: median(self.speeds(result)), default=None)
-
-
-def is_this_project(name: str) -> bool:
-    """Return whether a program's name is this project's, in any mode and layout."""
-    return name.split()[0] == OURS
+    def one_process(self, ours: bool) -> list[ProgramResult]:
+        """Return the results with one process, of this project or of the peers."""
+        return [r for r in self.results if (r.name.split()[0] == OURS) == ours and r.task.layout.ranks == 1]
 
 
 HEAD = (
-    "program",
-    "tokens/s",
-    "GFLOP/s",
-    "of peak",
-    "CPU s/step",
-    "resident MiB",
-    "live MiB",
-    "first step, cold cache",
-    "warm",
+    *("program", "tokens/s", "GFLOP/s", "of peak", "CPU s/step", "resident MiB", "live MiB"),
+    *("first step, cold cache", "warm"),
 )
 
 
@@ -175,7 +161,7 @@ def speed_rows(cell: ComparisonCell) -> Iterator[list[str]]:
             f"{speed * cell.flops_per_token / 1e9:,.1f}",
             f"{median(cell.peak_shares(result)):.1%}",
             f"{median(turn.processor_seconds for turn in result.turns):.2f}",
-            f"{max(turn.peak_bytes for turn in result.turns) / MIB:,.0f}",
+            f"{result.peak_bytes / MIB:,.0f}",
             f"{result.live_bytes / MIB:,.0f}",
             f"{cold[0]:.1f} s" if cold else "",
             f"{warm[-1]:.1f} s" if warm else "",
@@ -189,21 +175,20 @@ def _memory_settings(result: ProgramResult) -> tuple[int, int, str]:
 
 def summary_lines(cell: ComparisonCell) -> Iterator[str]:
     """Yield list items that compare this project's speed and memory with the peers'."""
-    ours, fastest = cell.fastest(ours=True), cell.fastest(ours=False)
-    if ours is None or fastest is None:
+    alone, peers = cell.one_process(ours=True), cell.one_process(ours=False)
+    if not alone or not peers:
         return
+    ours, fastest = (max(results, key=lambda result: median(cell.speeds(result))) for results in (alone, peers))
     ratio = cell.ratio(ours, fastest)
     yield f"* {ours.name} is {ratio} times as fast as the fastest peer, {fastest.name}."
-    peers = [r for r in cell.results if not is_this_project(r.name) and r.task.layout.ranks == 1]
     for peer in peers:
         if peer is not fastest:
             yield f"* {ours.name} is {cell.ratio(ours, peer)} times as fast as {peer.name}."
-    alone = [r for r in cell.results if is_this_project(r.name) and r.task.layout.ranks == 1]
     for result in [ours, *(r for r in alone if _memory_settings(r) != _memory_settings(ours))]:
         if result is not ours:
             ratio = cell.ratio(result, fastest)
             yield f"* {result.name} is {ratio} times as fast as the fastest peer, {fastest.name}."
-        for kind, memory in (("resident", _peak_resident_bytes), ("live", lambda result: result.live_bytes)):
+        for kind, memory in (("resident", attrgetter("peak_bytes")), ("live", attrgetter("live_bytes"))):
             smallest = min(peers, key=memory)
             if memory(smallest) and memory(result):
                 share = memory(result) / memory(smallest)
@@ -227,18 +212,6 @@ def layout_rows(cell: ComparisonCell) -> Iterator[list[str]]:
 
 
 LAYOUT_HEAD = ("layout", "times one process", "upper bound", "share of bound")
-
-
-def _peak_resident_bytes(result: ProgramResult) -> int:
-    return max(turn.peak_bytes for turn in result.turns)
-
-
-def _result_from_json(fields: dict[str, Any]) -> ProgramResult:
-    task = TrainingTask.from_fields(fields["task"])
-    turns = [TurnMeasurement(**turn) for turn in fields["turns"]]
-    starts = [StartupTime(start["seconds"], start["graphs"]) for start in fields["starts"]]
-    facts = Facts(**fields["facts"])
-    return ProgramResult(**{**fields, "task": task, "facts": facts, "starts": starts, "turns": turns})
 
 
 FACTS_HEAD = ("program", "optimizer", "attention", "weights", "matmuls")

@@ -75,11 +75,7 @@ class TrainingTask:
 
     @classmethod
     def from_json(cls, text: str) -> TrainingTask:
-        return cls.from_fields(json.loads(text))
-
-    @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> TrainingTask:
-        """Rebuild a task from ``dataclasses.asdict``."""
+        fields = json.loads(text)
         return cls(**{**fields, "layout": Layout(**fields["layout"])})
 
     def text(self, step: int) -> torch.Tensor:
@@ -128,11 +124,6 @@ def checksum(tokens: torch.Tensor) -> int:
     return zlib.crc32(tokens.cpu().contiguous().numpy().tobytes())
 
 
-def count_parameters(model: torch.nn.Module) -> int:
-    """Return the number of elements of the trained parameters; shared ones count once."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-
 def weight_dtype(model: torch.nn.Module) -> str:
     """Return the dtypes of the trained parameters, separated by spaces."""
     return " ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}))
@@ -168,7 +159,7 @@ def collect_facts(
     """
     tokens, _ = task.batch(1)
     return Facts(
-        parameters=count_parameters(model),
+        parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         weight_dtype=weight_dtype(model),
         compute_dtype=compute_dtype(),
         tokens_per_step=tokens.numel(),

@@ -31,30 +31,17 @@ from megatron_llama.topology import AXIS_NAMES
 
 def overrides(task: TrainingTask, run_dir: str) -> list[str]:
     """Return train.py's overrides that train the task."""
-    layout, optimizer = task.layout, task.optimizer
+    trainer = {axis: getattr(task.layout, axis) for axis in AXIS_NAMES} | {"steps": 1000000, "seed": task.seed}
+    trainer |= {"micro_batch_size": task.micro_batch_size, "global_batch_size": task.batch_size, "zero": task.zero}
+    trainer |= {"precision": task.precision, "recompute": task.recompute, "compile": task.mode == "compiled"}
+    optim = task.optimizer | {"state_bits": None if task.state_bits == 32 else task.state_bits, "warmup_steps": 0}
+    model = {name: value for name, value in task.model.items() if name != "name"}
+    sections = {"model": model, "trainer": trainer, "optim": optim}
+    settings = [f"{section}.{name}={_text(value)}" for section, of in sections.items() for name, value in of.items()]
     return [
-        f"model={task.preset}",
-        *(f"model.{name}={_text(value)}" for name, value in task.model.items() if name != "name"),
-        f"device={task.device}",
-        f"data.seq_length={task.seq_length}",
-        *(f"trainer.{axis}={getattr(layout, axis)}" for axis in AXIS_NAMES),
-        f"trainer.micro_batch_size={task.micro_batch_size}",
-        f"trainer.global_batch_size={task.batch_size}",
-        f"trainer.precision={task.precision}",
-        f"trainer.compile={task.mode == 'compiled'}",
-        f"trainer.compile_cache={task.cache}",
-        f"trainer.zero={task.zero}",
-        f"trainer.recompute={task.recompute}",
-        f"trainer.seed={task.seed}",
-        "trainer.steps=1000000",
-        "optim=constant",
-        *(f"optim.{name}={_text(value)}" for name, value in optimizer.items()),
-        f"optim.state_bits={'null' if task.state_bits == 32 else task.state_bits}",
-        "optim.warmup_steps=0",
-        "checkpoint.every_steps=null",
-        "checkpoint.every_minutes=0",
-        f"run.dir={run_dir}",
-        *MOCK_RUN,
+        *(f"model={task.preset}", f"device={task.device}", f"data.seq_length={task.seq_length}", "optim=constant"),
+        *(*settings, f"trainer.compile_cache={task.cache}", f"run.dir={run_dir}", *MOCK_RUN),
+        *("checkpoint.every_steps=null", "checkpoint.every_minutes=0"),
     ]
 
 

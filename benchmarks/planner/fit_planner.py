@@ -234,10 +234,6 @@ def rounded(numbers: Mapping[str, float]) -> dict[str, float]:
     return {name: float(f"{number:.4g}") for name, number in numbers.items()}
 
 
-def _name_and_hash(table: Path) -> str:
-    return f"{table.name} (sha256 {hashlib.sha256(table.read_bytes()).hexdigest()[:16]})"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
@@ -263,9 +259,10 @@ def run(options: argparse.Namespace) -> int:
             mean, most = numbers["mean"], numbers["percentile_90"]
             print(f"{title}, confidence {name}: mean {mean:.1%}, 90th percentile {most:.1%}")
     if options.write:
+        tables = [f"{x.name} (sha256 {hashlib.sha256(x.read_bytes()).hexdigest()[:16]})" for x in options.tables]
         page = {
             "date": datetime.date.today().isoformat(),
-            "data": f"{len(runs)} step times of " + " and ".join(map(_name_and_hash, options.tables)),
+            "data": f"{len(runs)} step times of " + " and ".join(tables),
             "script": "python -m benchmarks fit_planner",
             "held out, each fifth judged by the other four": held_out,
             "held out, each source judged by the others": by_source,

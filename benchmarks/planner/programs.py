@@ -10,15 +10,8 @@ from functools import cached_property
 from megatron_llama.arch.parameters import head_dim
 from megatron_llama.plan.forecast_job import Job
 from megatron_llama.plan.memory import LOG_SUM_EXP, Footprint, States, microbatches_in_flight
+from megatron_llama.tools.forecast import step_time
 from megatron_llama.tools.forecast.hardware import HardwareSpec
-from megatron_llama.tools.forecast.step_time import (
-    LOW_PRECISION,
-    MEMORY_REACH,
-    RING_SHARE,
-    StepModel,
-    StepTime,
-    key_bytes,
-)
 
 
 @dataclass(frozen=True)
@@ -180,7 +173,7 @@ class PublishedJob(Job):
         return first + (last and not (self.model.tie_word_embeddings and first))
 
 
-class PublishedStep(StepModel):
+class PublishedStep(step_time.StepModel):
     """Time of a step of another program."""
 
     job: PublishedJob
@@ -196,18 +189,19 @@ class PublishedStep(StepModel):
         if job.program.attention != "scores":
             return super().attention(recomputed)
         flops = 4 * job.tokens * keys * job.queries / job.tp
-        form = device.format_used("bf16" if job.format in LOW_PRECISION else job.format)
+        form = device.format_used("bf16" if job.format in step_time.LOW_PRECISION else job.format)
         rate = device.peaks[form] * constants.get(f"matmul.{device.family}.{form}", device.reach[form]) * 0.6
         elements = job.tokens * keys * job.model.num_attention_heads / job.tp
-        scores = elements * 2 * constants["passes.scores"] / (device.bandwidth * MEMORY_REACH)
+        scores = elements * 2 * constants["passes.scores"] / (device.bandwidth * step_time.MEMORY_REACH)
         return (flops / rate + scores) * (3 + recomputed)
 
-    def context_parallel(self, layer: StepTime) -> float:
+    def context_parallel(self, layer: step_time.StepTime) -> float:
         """Return the exposed seconds of a ring of keys and values."""
         job, exposed = self.job, self.constants["exposed.cp"]
         if job.cp == 1:
             return 0.0
-        passing = 3 * (job.cp - 1) * key_bytes(job) / ring_bandwidth(job, self.device, self.constants["network.share"])
+        bandwidth = ring_bandwidth(job, self.device, self.constants["network.share"])
+        passing = 3 * (job.cp - 1) * step_time.key_bytes(job) / bandwidth
         return exposed * passing + max(0.0, (1 - exposed) * passing - layer.attention)
 
     def gathered_bytes(self, weights: float, trained: float) -> float:
@@ -225,7 +219,7 @@ def ring_bandwidth(job: Job, device: HardwareSpec, network_share: float) -> floa
     Each rank sends to the next one only. All ranks wait for the slowest transfer, so a ring over several nodes has the
     speed of one rank's network card, not of all cards of a node.
     """
-    return network_share * device.network if job.tp * job.cp > device.per_node else RING_SHARE * device.link
+    return network_share * device.network if job.tp * job.cp > device.per_node else step_time.RING_SHARE * device.link
 
 
 def layer_activations(job: PublishedJob) -> dict[str, float]:

@@ -19,16 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.planner import rows as planner_rows
 from benchmarks.planner.programs import PublishedStep
-from benchmarks.planner.rows import (
-    DO_NOT_FIT,
-    CannotPredict,
-    Published,
-    flops_per_token,
-    predicted_memory,
-    read_run,
-    read_table,
-)
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.system.tables import GIB, gib, text_table
 from megatron_llama.tools.forecast.step_time import load_constants
@@ -41,7 +33,7 @@ LEAST_MFU = 0.01
 class ComparedRun:
     """Prediction for one published run."""
 
-    run: Published
+    run: planner_rows.Published
     seconds: float
     """Predicted seconds of a step."""
     memory: float
@@ -60,7 +52,7 @@ class ComparedRun:
     def utilization(self, seconds: float) -> float:
         """Return the MFU of a step of ``seconds``, with causal attention inside documents."""
         job = self.run.job
-        flops = job.tokens_per_step * flops_per_token(replace(job, seq=job.document or job.seq), 6)
+        flops = job.tokens_per_step * planner_rows.flops_per_token(replace(job, seq=job.document or job.seq), 6)
         return flops / seconds / (job.ranks * self.run.device.peak(job.format))
 
     def doubts(self) -> Iterator[str]:
@@ -82,14 +74,14 @@ def compare_table(rows: Iterable[Mapping[str, str]]) -> tuple[list[ComparedRun],
     constants, compared, skipped = load_constants(), [], Counter[str]()
     for row in rows:
         try:
-            run = read_run(row)
-        except CannotPredict as reason:
+            run = planner_rows.read_run(row)
+        except planner_rows.CannotPredict as reason:
             skipped[str(reason)] += 1
             continue
         try:
-            predicted = PublishedStep(run.job, run.device, constants).step().total, predicted_memory(run)
+            predicted = PublishedStep(run.job, run.device, constants).step().total, planner_rows.predicted_memory(run)
         except ArithmeticError:  # tp leaves a matrix without rows
-            skipped[DO_NOT_FIT] += 1
+            skipped[planner_rows.DO_NOT_FIT] += 1
             continue
         compared.append(ComparedRun(run, *predicted))
         if run.seconds is None and run.memory is None:
@@ -206,7 +198,7 @@ def _percent(error: float | None) -> str:
 
 def compare_file(path: Path) -> tuple[list[ComparedRun], Counter[str]]:
     """Compare the rows of a CSV file (``compare_table``)."""
-    return compare_table(read_table(path))
+    return compare_table(planner_rows.read_table(path))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

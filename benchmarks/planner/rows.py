@@ -50,11 +50,7 @@ _NOT_DENSE = re.compile(r"moe|mixture|mixtral|\b\d+x\d+b|-a\d+b|deepseek|mamba|\
 
 
 def read_run(row: Row) -> Published:
-    """Convert a row to a run.
-
-    Raises:
-        CannotPredict: a required column is missing, or the run is not supported.
-    """
+    """Convert a row to a run. Raises CannotPredict if a required column is missing, or the run is not supported."""
     assumed: list[str] = []
     device = find_device(row.get("device", ""))
     if device is None:

@@ -93,15 +93,8 @@ def read_examples(objective: str, prefix: str) -> list[dict[str, Any]]:
 def run_both(objective: str, folder: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """Train by both programs from the model in ``folder``/hf; return their metrics of each step."""
     name = folder / f"pairs{'_unpaired' * (objective == 'kto')}"
-    words = [
-        "--format",
-        FORMATS[objective],
-        "--tokenizer-model",
-        CORPUS / "tokenizer.model",
-        "--chat-template",
-        "plain",
-    ]
-    words += ["--input", f"{name}.jsonl", "--seq-length", LENGTH, "--output-prefix", name]
+    words: list[object] = ["--format", FORMATS[objective], "--chat-template", "plain", "--input", f"{name}.jsonl"]
+    words += ["--tokenizer-model", CORPUS / "tokenizer.model", "--seq-length", LENGTH, "--output-prefix", name]
     run_program("data_prep/sft.py", *words)
     run = folder / objective
     tuned = [f"finetune.objective={objective}", f"data.prefixes=[{name}_sft]", f"init_from={folder}/hf"]

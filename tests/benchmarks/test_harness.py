@@ -10,7 +10,7 @@ import runpy
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -273,8 +273,6 @@ def test_tokens_are_deterministic_and_differ_between_steps() -> None:
 
 
 def test_statistics_of_a_recorded_cell() -> None:
-    read_back = ComparisonCell.from_json(json.loads(json.dumps(asdict(cell()))))
-    assert read_back == cell()
     recorded = cell()
     ours, fast = recorded.results[:2]
     assert recorded.speeds(ours) == [40.0, 20.0, 40.0]  # 40 tokens per step
@@ -303,7 +301,17 @@ def test_statistics_of_a_recorded_cell() -> None:
 
 def test_published_record_reproduces_its_page() -> None:
     published = ROOT / "docs/results/train-amx.json"
-    text = "\n".join(page(json.loads(published.read_text())))
+    record = json.loads(published.read_text())
+    cells = []
+    for fields in record["cells"]:
+        results = []
+        for each in fields["results"]:
+            task, facts = TrainingTask.from_json(json.dumps(each["task"])), Facts(**each["facts"])
+            starts = [StartupTime(start["seconds"], start["graphs"]) for start in each["starts"]]
+            turns = [TurnMeasurement(**turn) for turn in each["turns"]]
+            results.append(ProgramResult(**{**each, "task": task, "facts": facts, "starts": starts, "turns": turns}))
+        cells.append(ComparisonCell(fields["flops_per_token"], results))
+    text = "\n".join(page(record, cells))
     GoldenFiles.check("benchmarks/train-amx.md", text)
     ratios = re.findall(r"is (\S+ \(.*?\)) times as fast as the fastest peer", text)
     summary = published.with_name("speed.md").read_text(encoding="utf-8")
