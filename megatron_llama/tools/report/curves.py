@@ -17,18 +17,11 @@ from megatron_llama.train.metrics_file import METRICS_FILE, Broken, stream_recor
 
 LIMIT = 1000
 """Largest number of buckets of a curve."""
-BLOCK = 1024
-"""Records that are read before they are added to the curves."""
 MOST_METRICS = 60
 """Largest number of metrics of a run; a file of another program may have any names."""
 SMOOTHED = ("reduced_train_loss", "gradient_norm")  # metrics with a moving average
-LOSS, SPEED, MFU, STEP_TIME, MEMORY = (
-    "reduced_train_loss",
-    "tokens_per_second",
-    "mfu",
-    "step_time_s",
-    "peak_memory_bytes",
-)
+LOSS, SPEED, MFU = "reduced_train_loss", "tokens_per_second", "mfu"
+STEP_TIME, MEMORY = "step_time_s", "peak_memory_bytes"
 VALIDATION = ("val_loss", "val_token_accuracy")
 AXES = ("step", "consumed_tokens", "consumed_samples", "global_step")
 """Metrics that are positions, and have no chart."""
@@ -41,44 +34,32 @@ class Curve:
     a run of any length.
     """
 
-    def __init__(self, limit: int = LIMIT) -> None:
-        self.width = 1
-        """Steps of a bucket."""
-        self.first, self.last = list[int](), list[int]()
-        """First and last step of each bucket."""
-        self.tokens = list[int | None]()
-        """Tokens consumed after each bucket."""
-        self._limit, self._values = limit, dict[str, Floats]()
-
-    @property
-    def names(self) -> list[str]:
-        """Metrics with a value."""
-        return list(self._values)
-
-    def add(self, steps: Sequence[int], tokens: Sequence[int | None], columns: Mapping[str, Floats]) -> None:
-        """Add at least one step, above the last one.
+    def __init__(
+        self, steps: Sequence[int], tokens: Sequence[int | None], columns: Mapping[str, Floats], limit: int = LIMIT
+    ) -> None:
+        """Divide the steps into buckets.
 
         Args:
             steps: Ascending steps. [n]
             tokens: Tokens consumed after each step; None if unknown. [n]
             columns: Values of each metric; NaN without a value. [n]
         """
-        first, last, all_tokens = [*self.first, *steps], [*self.last, *steps], [*self.tokens, *tokens]
-        offsets = np.array(first, dtype=np.float64) - first[0]
-        while len(starts := np.flatnonzero(np.diff(offsets // float(self.width), prepend=-1.0)).tolist()) > self._limit:
+        self.width = 1
+        """Steps of a bucket."""
+        offsets = np.array(steps, dtype=np.float64) - (steps[0] if steps else 0)
+        while len(starts := np.flatnonzero(np.diff(offsets // float(self.width), prepend=-1.0)).tolist()) > limit:
             self.width *= 2
-        for name in [*self._values, *(name for name in columns if name not in self._values)]:
-            before = self._values.get(name, _single(np.full(len(self.last), np.nan)))
-            rows = np.hstack([before, _single(columns.get(name, np.full(len(steps), np.nan)))])
-            merge = (np.add, np.add, np.fmin, np.fmax)
-            self._values[name] = np.stack([ufunc.reduceat(row, starts) for ufunc, row in zip(merge, rows, strict=True)])
-        ends = [start - 1 for start in [*starts[1:], len(first)]]
-        self.first, self.last = [first[index] for index in starts], [last[index] for index in ends]
-        self.tokens = [all_tokens[index] for index in ends]
+        ends = [start - 1 for start in [*starts[1:], len(steps)]] if steps else []
+        self.first, self.last = [steps[index] for index in starts], [steps[index] for index in ends]
+        """First and last step of each bucket."""
+        self.tokens = [tokens[index] for index in ends]
+        """Tokens consumed after each bucket."""
+        self._values = {name: _buckets(values, starts) for name, values in columns.items()}
 
-    def remove(self, name: str) -> None:
-        """Remove a metric, if the curve has it."""
-        self._values.pop(name, None)
+    @property
+    def names(self) -> list[str]:
+        """Metrics with a value."""
+        return list(self._values)
 
     def column(self, name: str, number: int) -> list[float | None]:
         """Return number 1 (mean), 2 (smallest) or 3 (largest) of each bucket's values; None without a value."""
@@ -105,14 +86,18 @@ class Curve:
             series = {"mean": mean} | ({"low": low, "high": high} if self.width > 1 else {})
             if name in SMOOTHED:
                 series["smooth"] = smoothed(mean)
-            curves[name] = {kind: [_short(value) for value in values] for kind, values in series.items()}
+            curves[name] = {  # six significant digits, for a short page
+                kind: [None if value is None else float(f"{value:.6g}") for value in values]
+                for kind, values in series.items()
+            }
         return {"first": self.first, "step": self.last, "tokens": self.tokens, "series": curves}
 
 
-def _single(values: Floats) -> Floats:
-    """Return count, sum, minimum and maximum of each value as a bucket of one step, [4, n]."""
+def _buckets(values: Floats, starts: Sequence[int]) -> Floats:
+    """Return count, sum, minimum and maximum of the known values in each bucket, [4, buckets]."""
     known = np.isfinite(values)
-    return np.stack([known, np.where(known, values, 0.0), values, values])
+    rows = ((np.add, known.astype(np.float64)), (np.add, np.where(known, values, 0.0)))
+    return np.stack([ufunc.reduceat(row, starts) for ufunc, row in (*rows, (np.fmin, values), (np.fmax, values))])
 
 
 def smoothed(values: Sequence[float | None]) -> list[float | None]:
@@ -125,18 +110,13 @@ def smoothed(values: Sequence[float | None]) -> list[float | None]:
     return [*edge, *(None if math.isnan(mean) else mean for mean in means.tolist()), *edge]
 
 
-def _short(value: float | None) -> float | None:
-    """Return the value with six significant digits, for a short page."""
-    return None if value is None else float(f"{value:.6g}")
-
-
 @dataclass
 class Metrics:
     """Curves and totals of a metrics.jsonl."""
 
-    steps: Curve = field(default_factory=Curve)
+    steps: Curve = field(default_factory=lambda: Curve([], [], {}))
     """All metrics except VALIDATION."""
-    validations: Curve = field(default_factory=Curve)
+    validations: Curve = field(default_factory=lambda: Curve([], [], {}))
     """VALIDATION, on steps that have it."""
     last: dict[str, Any] = field(default_factory=dict)
     """Last record."""
@@ -163,88 +143,63 @@ class Metrics:
 
 
 def read_run_metrics(folder: Path) -> Metrics:
-    """Read the metrics.jsonl of a run folder, in constant memory except for two values per step. Raises OSError."""
-    broken: Broken = []
-    reader, metrics = _Reader(), Metrics()
-    repeated, block = 0, list[dict[str, Any]]()
+    """Read the metrics.jsonl of a run folder. Raises OSError."""
+    metrics, broken, repeated = Metrics(), Broken(), 0
+    steps, tokens, lists = list[int](), list[int | None](), dict[str, "array[float]"]()
     for record, _ in stream_records(folder / METRICS_FILE, broken):
-        step = record["step"]
+        step, consumed = record["step"], record.get("consumed_tokens", math.nan)
         if not (math.isfinite(step) and (not metrics.last or step > metrics.last["step"])):
             repeated += 1
             continue
         metrics.last = record
         if is_number(validation := record.get(VALIDATION[0])):
             metrics.logged_validation = validation
-        block.append(record)
-        if len(block) == BLOCK:
-            reader.add(metrics, block)
-            block = []
-    if block:
-        reader.add(metrics, block)
-    impossible = sum(value > 1 for value in reader.utilizations)
+        for name, value in record.items():
+            if name not in AXES and _is_finite(value) and (name in lists or len(lists) < MOST_METRICS):
+                _extend(lists.setdefault(name, array("d")), len(steps)).append(value)
+        steps.append(int(step))
+        tokens.append(int(consumed) if _is_finite(consumed) else None)
+    columns = {name: np.array(_extend(values, len(steps))) for name, values in lists.items()}
+    _set_totals(metrics, steps, columns)
+    impossible = int((columns.get(MFU, np.empty(0)) > 1).sum())
     if impossible:  # then the other values are too high too
-        metrics.steps.remove(MFU)
-        metrics.steps.remove("mfu_full")
-    elif reader.utilizations:
-        metrics.median_mfu = float(np.median(reader.utilizations))
-    metrics.median_speed = float(np.median(reader.speeds)) if reader.speeds else None
-    metrics.notes = _notes(broken, repeated, reader.unknown_losses, impossible)
+        metrics.median_mfu = None
+        columns = {name: values for name, values in columns.items() if name not in (MFU, "mfu_full")}
+    losses = columns.get(LOSS, np.full(len(steps), np.nan))
+    unknown_losses = int((np.isnan(losses) & (np.array(steps, dtype=np.float64) > 0)).sum())
+    metrics.notes = _notes(broken, repeated, unknown_losses, impossible)
+    of_validation = {name: values for name, values in columns.items() if name.partition("/")[0] in VALIDATION}
+    metrics.steps = Curve(steps, tokens, {name: columns[name] for name in columns if name not in of_validation})
+    if of_validation:
+        rows = np.flatnonzero(np.isfinite(list(of_validation.values())).any(axis=0)).tolist()
+        chosen = [steps[row] for row in rows], [tokens[row] for row in rows]
+        metrics.validations = Curve(*chosen, {name: values[rows] for name, values in of_validation.items()})
     return metrics
 
 
-class _Reader:
-    """Adds blocks of records to metrics."""
+def _extend(values: array[float], length: int) -> array[float]:
+    """Extend the values of a metric to ``length`` steps, with NaN for steps without it."""
+    values.extend([math.nan] * (length - len(values)))
+    return values
 
-    def __init__(self) -> None:
-        self.speeds, self.utilizations = array("d"), array("d")
-        self.unknown_losses = 0
-        self._names = set[str]()
 
-    def add(self, metrics: Metrics, block: Sequence[Mapping[str, Any]]) -> None:
-        """Add records with ascending steps."""
-        columns, steps = self._columns(block), [int(record["step"]) for record in block]
-        consumed = [record.get("consumed_tokens") for record in block]
-        tokens = [int(count) if count is not None and _is_finite(count) else None for count in consumed]
+def _set_totals(metrics: Metrics, steps: Sequence[int], columns: Mapping[str, Floats]) -> None:
+    def known(name: str) -> Floats:
+        values = columns.get(name, np.empty(0))
+        return values[np.isfinite(values)]
 
-        def known(name: str) -> Floats:
-            values = columns.get(name, np.empty(0))
-            return values[np.isfinite(values)]
-
-        self.speeds.extend(known(SPEED))
-        self.utilizations.extend(known(MFU))
-        unlogged = np.isnan(columns.get(LOSS, np.full(len(steps), np.nan)))
-        self.unknown_losses += int((unlogged & (np.array(steps, dtype=np.float64) > 0)).sum())
-        losses, validation, memory = known(LOSS), known(VALIDATION[0]), known(MEMORY)
-        metrics.seconds += float(known(STEP_TIME).sum())
-        if metrics.first_loss is None and len(losses):
-            metrics.first_loss = float(losses[0])
-        if len(memory):
-            metrics.peak_memory = max(metrics.peak_memory or 0.0, float(memory.max()))
-        if len(validation):
-            metrics.last_validation, lowest = float(validation[-1]), float(validation.min())
-            if metrics.best_validation is None or lowest < metrics.best_validation[0]:
-                metrics.best_validation = lowest, steps[int(np.nanargmin(columns[VALIDATION[0]]))]
-        of_validation = {name: values for name, values in columns.items() if name.partition("/")[0] in VALIDATION}
-        metrics.steps.add(steps, tokens, {name: columns[name] for name in columns if name not in of_validation})
-        if of_validation:
-            rows = np.flatnonzero(np.isfinite(list(of_validation.values())).any(axis=0)).tolist()
-            chosen = [steps[row] for row in rows], [tokens[row] for row in rows]
-            metrics.validations.add(*chosen, {name: values[rows] for name, values in of_validation.items()})
-
-    def _columns(self, block: Sequence[Mapping[str, Any]]) -> dict[str, Floats]:
-        """Return the finite values of each metric, NaN without a value, for at most MOST_METRICS in all blocks."""
-        columns = dict[str, Floats]()
-        for row, record in enumerate(block):
-            for name, value in record.items():
-                if name in AXES or not _is_finite(value):
-                    continue
-                if name not in columns:
-                    if name not in self._names and len(self._names) == MOST_METRICS:
-                        continue
-                    self._names.add(name)
-                    columns[name] = np.full(len(block), np.nan)
-                columns[name][row] = value
-        return columns
+    metrics.seconds = float(known(STEP_TIME).sum())
+    if len(losses := known(LOSS)):
+        metrics.first_loss = float(losses[0])
+    if len(memory := known(MEMORY)):
+        metrics.peak_memory = float(memory.max())
+    if len(speeds := known(SPEED)):
+        metrics.median_speed = float(np.median(speeds))
+    if len(utilizations := known(MFU)):
+        metrics.median_mfu = float(np.median(utilizations))
+    if len(validation := known(VALIDATION[0])):
+        best = steps[int(np.nanargmin(columns[VALIDATION[0]]))]
+        metrics.last_validation, metrics.best_validation = float(validation[-1]), (float(validation.min()), best)
 
 
 def is_number(value: object) -> bool:

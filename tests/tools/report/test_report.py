@@ -21,7 +21,6 @@ from megatron_llama.corpus.blend import BlendTimeline
 from megatron_llama.launch.start_log import Start
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import format_plan
-from megatron_llama.tools.report import curves
 from megatron_llama.tools.report.cli import main, write_report
 from megatron_llama.tools.report.curves import LIMIT, LOSS, MOST_METRICS, Curve, read_run_metrics, smoothed
 from megatron_llama.tools.report.page import render
@@ -294,11 +293,7 @@ def test_many_runs_repeat_the_colors_with_dashes(tmp_path: Path) -> None:
 
 def curve_of(values: list[float], limit: int) -> Curve:
     steps = range(1, len(values) + 1)
-    curve = Curve(limit)
-    for start in range(0, len(values), 5):
-        some = steps[start : start + 5]
-        curve.add(some, [10 * step for step in some], {"x": np.array(values[start : start + 5])})
-    return curve
+    return Curve(steps, [10 * step for step in steps], {"x": np.array(values)}, limit)
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 16, 17, 1000])
@@ -324,12 +319,10 @@ def test_the_mean_over_steps(limit: int) -> None:
 
 
 def test_steps_with_gaps_and_missing_values() -> None:
-    curve = Curve(limit=4)
-    curve.add((5, 6, 90, 1000, 10**9), [None] * 5, {"x": np.array([1.0, 1.0, np.nan, 1.0, 1.0])})
+    curve = Curve((5, 6, 90, 1000, 10**9), [None] * 5, {"x": np.array([1.0, 1.0, np.nan, 1.0, 1.0])}, limit=4)
     assert len(curve.last) <= 4 and curve.last[-1] == 10**9
-    curve = Curve()
-    for step, columns in enumerate(({}, {"x": np.array([2.0])}, {"y": np.array([3.0])}), start=1):
-        curve.add([step], [None], columns)
+    nan = math.nan
+    curve = Curve([1, 2, 3], [None] * 3, {"x": np.array([nan, 2.0, nan]), "y": np.array([nan, nan, 3.0])})
     payload = curve.payload(["x", "y"])
     assert payload["series"] == {"x": {"mean": [None, 2.0, None]}, "y": {"mean": [None, None, 3.0]}}
     assert payload["tokens"] == [None] * 3
@@ -352,9 +345,7 @@ def read(folder: Path, text: str) -> Any:
     return read_run_metrics(folder)
 
 
-@pytest.mark.parametrize("block", [7, curves.BLOCK])
-def test_totals(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curves, "BLOCK", block)
+def test_totals(tmp_path: Path) -> None:
     metrics = read(tmp_path, "".join(lines(60)))
     records = [record(step) for step in range(1, 61)]
     assert metrics.count == 60 and metrics.last == records[-1] and metrics.notes == []
