@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -34,11 +34,13 @@ from megatron_llama.tools.forecast.rank_work import any_layer
 from megatron_llama.tools.forecast.traffic import Amount, Traffic
 from megatron_llama.tools.measured_steps import BACKWARD, FORWARD, RECOMPUTED, Modules, TrafficCounter, open_steps
 from megatron_llama.tools.rehearse.report import DispatchedOperator, Flops, MemoryKind, OperatorCount, Rehearsal
-from megatron_llama.tools.rehearse.step_recorder import History, Operation, StepWatcher
+from megatron_llama.tools.rehearse.step_recorder import Operation, StepWatcher, memory_of_step
 from megatron_llama.topology import Topology
 
 MAX_BLOCK_RUNS = 160
 """Limit of blocks times micro batches; longer steps run only the micro batches needed to extrapolate."""
+_StepCounts = tuple[int, Mapping[tuple[str, str], int], Traffic]
+"""Micro batches of a step, FLOPs by module and phase, traffic."""
 _NO_KERNEL = {"lift_fresh", "_local_scalar_dense"}
 """lift_fresh makes a tensor of a host constant; reads of values are counted in ``synchronizations``."""
 
@@ -83,9 +85,8 @@ def measure_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool =
         for step, (count, other_documents) in enumerate(counts, start=1):
             batches.count, batches.other_documents = count, other_documents
             watch.new_step()
-            history = History(watch.records, watch.changes)
             steps.run(step)
-            counts_of_steps.append(_StepCounts(count, dict(watch.flops), counter.take()))
+            counts_of_steps.append((count, dict(watch.flops), counter.take()))
             shapes.append(watch.shapes)
             _label_states(watch, optimizer)
         at_rest = watch.alive
@@ -100,7 +101,7 @@ def measure_rank(plan: Plan, topology: Topology, device: Device, *, fake: bool =
         built=built,
         at_rest=at_rest,
         reduced=reduced[-1],
-        **history.summary(watch.marks, modules.runs),
+        **memory_of_step(watch, modules.runs),
         flops=flops,
         traffic=traffic,
         synchronizations=_operator_counts(watch.host_waits),
@@ -155,14 +156,6 @@ class _Batches:
         return moved
 
 
-class _StepCounts(NamedTuple):
-    """Counts of a step with ``microbatches`` micro batches."""
-
-    microbatches: int
-    flops: Mapping[tuple[str, str], int]
-    traffic: Traffic
-
-
 def _with_other_documents(batch: MicroBatch) -> MicroBatch:
     assert batch.documents is not None
     with _disable_current_modes():
@@ -204,20 +197,20 @@ def _states(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 def _whole_step(few: _StepCounts, many: _StepCounts, total: int) -> tuple[dict[str, Flops], Traffic]:
     """Extrapolate the FLOPs by module and the traffic linearly to ``total`` micro batches."""
+    (first_count, first_flops, first_traffic), (last_count, last_flops, last_traffic) = few, many
 
     def extrapolate(first: int, last: int) -> int:
-        if many.microbatches == total:
+        if last_count == total:
             return last
-        each = (last - first) // (many.microbatches - few.microbatches)
-        return last + each * (total - many.microbatches)
+        return last + (last - first) // (last_count - first_count) * (total - last_count)
 
     flops: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-    for (module, phase), count in many.flops.items():
-        whole = extrapolate(few.flops.get((module, phase), 0), count)
+    for (module, phase), count in last_flops.items():
+        whole = extrapolate(first_flops.get((module, phase), 0), count)
         flops[any_layer(module)][(FORWARD, BACKWARD, RECOMPUTED).index(phase)] += whole
     none = Amount(0, 0)
     traffic = {
-        line: Amount(*map(extrapolate, few.traffic.get(line, none), amount)) for line, amount in many.traffic.items()
+        line: Amount(*map(extrapolate, first_traffic.get(line, none), amount)) for line, amount in last_traffic.items()
     }
     return {module: Flops(*counts) for module, counts in flops.items()}, traffic
 

@@ -120,6 +120,8 @@ class StepWatcher(TorchDispatchMode):
         self.records: list[StorageRecord] = []
         self.changes: list[tuple[int, int]] = []
         """(index of the record, difference in bytes) of each allocation, resize and free."""
+        self.begin = 0
+        """Number of changes before the step."""
         self._live: dict[int, tuple[int, int]] = {}  # by storage: (index of the record, bytes)
         self._numbers_of_host: set[int] = set()  # by storage
         self.flops: dict[tuple[str, str], int] = defaultdict(int)
@@ -175,7 +177,7 @@ class StepWatcher(TorchDispatchMode):
         """Discard the counts of the last step, but not the live storages."""
         for container in (self.flops, self.host_waits, self.shapes_from_values, self.operators, self.marks):
             container.clear()
-        self.shapes = set()
+        self.shapes, self.begin = set(), len(self.changes)
         if self.modules is not None:
             self.modules.new_step()
 
@@ -316,48 +318,45 @@ def _caller() -> str:
 # Memory of a step, from the changes that a watcher has recorded.
 
 
-class History:
-    """Memory of the step that begins at construction."""
+def memory_of_step(watch: StepWatcher, runs: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Return the memory fields of ``Rehearsal``, of the step since the last ``new_step``.
 
-    def __init__(self, records: Sequence[StorageRecord], changes: Sequence[tuple[int, int]]) -> None:
-        self._records, self._changes, self._begin = records, changes, len(changes)
+    ``runs`` are (chunk, micro batch) of the forward passes.
+    """
+    changes, records = np.array(watch.changes, dtype=np.int64).reshape(-1, 2), watch.records
+    numbers: dict[str, int] = {kind: number for number, kind in enumerate(MemoryKind)}
+    kinds = np.array([numbers[record.kind] for record in records], dtype=np.int64)
+    before, after = changes[: watch.begin], changes[watch.begin :]
+    steps = np.zeros((len(after) + 1, len(MemoryKind)), np.int64)
+    steps[0] = np.bincount(kinds[before[:, 0]], before[:, 1], len(MemoryKind))
+    steps[np.arange(1, len(steps)), kinds[after[:, 0]]] = after[:, 1]
+    alive = steps.cumsum(axis=0)
+    totals = alive[:, : numbers[MemoryKind.HOST]].sum(axis=1)  # HOST is the last kind
+    peak = int(totals.argmax())
+    marked = [(change - watch.begin, place) for change, place in watch.marks]
+    last = [place for change, place in marked if change <= peak]
+    storage = records[after[peak - 1, 0]] if peak else None
+    where = f", in {storage.module}: {storage.operation}" if storage else ""
+    return {
+        "peak": int(totals[peak]),
+        "at_peak": _nonzero_kinds(alive[peak]),
+        "most": _nonzero_kinds(alive.max(axis=0)),
+        "moment": (_pass_name(last[-1], runs) if last else "before the first pass") + where,
+        "holders": _holders(records, changes[: watch.begin + peak]),
+        "timeline": MemoryTimeline(tuple(MemoryKind), np.arange(len(alive)), alive, tuple(_passes(marked, runs))),
+    }
 
-    def summary(self, marks: Sequence[tuple[int, Place]], runs: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        """Return the memory fields of ``Rehearsal``. ``runs`` are (chunk, micro batch) of the forward passes."""
-        changes = np.array(self._changes, dtype=np.int64).reshape(-1, 2)
-        numbers: dict[str, int] = {kind: number for number, kind in enumerate(MemoryKind)}
-        kinds = np.array([numbers[record.kind] for record in self._records], dtype=np.int64)
-        before, after = changes[: self._begin], changes[self._begin :]
-        start = np.bincount(kinds[before[:, 0]], before[:, 1], len(MemoryKind)).astype(np.int64)
-        steps = np.zeros((len(after) + 1, len(MemoryKind)), np.int64)
-        steps[0] = start
-        steps[np.arange(1, len(steps)), kinds[after[:, 0]]] = after[:, 1]
-        alive = steps.cumsum(axis=0)
-        totals = alive[:, : numbers[MemoryKind.HOST]].sum(axis=1)  # HOST is the last kind
-        peak = int(totals.argmax())
-        marked = [(change - self._begin, place) for change, place in marks]
-        last = [place for change, place in marked if change <= peak]
-        storage = self._records[after[peak - 1, 0]] if peak else None
-        where = f", in {storage.module}: {storage.operation}" if storage else ""
-        return {
-            "peak": int(totals[peak]),
-            "at_peak": _nonzero_kinds(alive[peak]),
-            "most": _nonzero_kinds(alive.max(axis=0)),
-            "moment": (_pass_name(last[-1], runs) if last else "before the first pass") + where,
-            "holders": self._holders(changes[: self._begin + peak]),
-            "timeline": MemoryTimeline(tuple(MemoryKind), np.arange(len(alive)), alive, tuple(_passes(marked, runs))),
-        }
 
-    def _holders(self, changes: Any) -> tuple[Holder, ...]:
-        sizes = np.bincount(changes[:, 0], changes[:, 1], len(self._records)).astype(np.int64)
-        groups: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0])
-        for number in np.flatnonzero(sizes):
-            record = self._records[int(number)]
-            group = groups[record.kind, any_layer(record.module), record.operation, record.shape, record.dtype]
-            group[0] += int(sizes[number])
-            group[1] += 1
-        holders = [Holder(size, count, *key) for key, (size, count) in groups.items()]
-        return tuple(sorted(holders, key=lambda holder: -holder.size))
+def _holders(records: Sequence[StorageRecord], changes: Any) -> tuple[Holder, ...]:
+    sizes = np.bincount(changes[:, 0], changes[:, 1], len(records)).astype(np.int64)
+    groups: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0])
+    for number in np.flatnonzero(sizes):
+        record = records[int(number)]
+        group = groups[record.kind, any_layer(record.module), record.operation, record.shape, record.dtype]
+        group[0] += int(sizes[number])
+        group[1] += 1
+    holders = [Holder(size, count, *key) for key, (size, count) in groups.items()]
+    return tuple(sorted(holders, key=lambda holder: -holder.size))
 
 
 def _nonzero_kinds(row: Any) -> Mapping[str, int]:
