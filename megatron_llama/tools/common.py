@@ -88,13 +88,15 @@ def call_slurm(command: Sequence[str], **variables: str) -> subprocess.Completed
 NO_FILES = ("data.mock=true", "data.prefixes=[]", "data.tokenizer=null", "data.prepare=null")
 """Overrides of a config that reads no dataset and no tokenizer."""
 MOCK_RUN = (
-    *NO_FILES,
-    "trainer.epochs=null",
-    "trainer.max_restarts=0",
-    "logging.tensorboard=false",
-    "logging.csv=false",
-    "logging.wandb=off",
-    "logging.sample_prompts=[]",
+    *(*NO_FILES, "trainer.epochs=null", "trainer.max_restarts=0"),
+    *("logging.tensorboard=false", "logging.csv=false", "logging.wandb=off", "logging.sample_prompts=[]"),
 )
 """Overrides of a run that trains on mock data and writes no logs. They do not change the graphs or collectives of a
 step. Tools append them to the command line, because the last override of a setting counts."""
+ONLY_STEPS = (
+    *("trainer.val_every_steps=0", "optim.warmup_steps=0", "optim.warmup_ratio=null", "optim.constant_steps=0"),
+    *("checkpoint.resume=never", "checkpoint.every_steps=null", "checkpoint.every_minutes=0"),
+    *("checkpoint.save_last=false", "checkpoint.dir=null", "checkpoint.memory_every_steps=null"),
+    *("checkpoint.keep_best=false", "checkpoint.export_hf=false"),
+)
+"""Overrides of a run of some steps: no warm-up, validation or checkpoint."""

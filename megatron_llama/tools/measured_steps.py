@@ -62,12 +62,7 @@ class Steps:
 
 @contextmanager
 def open_steps(
-    plan: Plan,
-    topology: Topology,
-    model: ParallelModel,
-    optimizer: Optimizer,
-    data: Data,
-    batches: Any = None,
+    plan: Plan, topology: Topology, model: ParallelModel, optimizer: Optimizer, data: Data, batches: Any = None
 ) -> Iterator[Steps]:
     """Yield steps that log, save and compare nothing.
 

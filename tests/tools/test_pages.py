@@ -14,7 +14,7 @@ from megatron_llama.system.programs import program_files
 from megatron_llama.tools.forecast.goodput import goodput
 from megatron_llama.tools.plan.cli import main as plan
 from megatron_llama.tools.plan.forecast_run import forecast_run
-from megatron_llama.tools.tune import objectives, trial
+from megatron_llama.tools.tune import trial
 from tests.golden import GoldenFiles
 from tests.processes import environment
 
@@ -32,8 +32,7 @@ def test_pages(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
     program = importlib.import_module(f"megatron_llama.tools.{words.split()[0]}.cli")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # no calibration of this machine
-    for module in (trial, objectives):
-        monkeypatch.setattr(module, "experiment_path", lambda name: Path(f"{name}.yaml"))
+    monkeypatch.setattr(trial, "experiment_path", lambda name: Path(f"{name}.yaml"))
     assert program.main(words.split()[1:]) == int(status or 0)
     printed = capfd.readouterr()
     text = printed.out + (f"--- stderr\n{printed.err}" if printed.err else "")

@@ -52,27 +52,27 @@ class Series:
             del column[count:]
 
 
-@dataclass
-class Log:
-    """All series of a run by name."""
-
-    source: Path
-    series: defaultdict[str, Series] = field(default_factory=lambda: defaultdict(Series))
+Log = defaultdict[str, Series]
+"""All series of a run by name."""
 
 
-def read_log(path: Path) -> Log:
-    """Read the log of a run folder, TensorBoard folder or file. Raises ConfigError if there is none."""
+def read_log(path: Path) -> tuple[Path, Log]:
+    """Read the log of a run folder, TensorBoard folder or file; return its path and series.
+
+    Raises ConfigError if there is none.
+    """
     try:
         if not path.exists():
             raise run_error(path, "no such file or folder", A_PATH)
-        log = _read(path if path.is_file() else _source_in(path))
+        source = path if path.is_file() else _source_in(path)
+        log = _read(source)
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
         raise run_error(path, f"cannot be read: {error}", "write the path of another log or run") from None
-    if not log.series:
-        raise run_error(path, f"{log.source.name} has no steps yet", "wait for its first steps")
-    return log
+    if not log:
+        raise run_error(path, f"{source.name} has no steps yet", "wait for its first steps")
+    return source, log
 
 
 def run_error(path: Path | str, rule: str, instead: str) -> ConfigError:
@@ -101,7 +101,7 @@ def _source_in(folder: Path) -> Path:
 
 def _read(source: Path) -> Log:
     """Read a log; the name selects the format."""
-    log = Log(source)
+    log: Log = defaultdict(Series)
     if source.is_dir():
         files = [file for file in source.iterdir() if file.name.startswith(EVENTS)]
         # In the order of the attempts, by first event: the time in a file name has a resolution of one second.
@@ -129,7 +129,7 @@ def _add_records(log: Log, records: Iterable[Mapping[str, Any]]) -> None:
             raise ValueError(f"a record has no number under {' or '.join(STEPS)}: {str(record)[:80]}")
         for name, value in record.items():
             if value is None or _is_number(value):
-                log.series[name].add(step, math.nan if value is None else float(value))
+                log[name].add(step, math.nan if value is None else float(value))
 
 
 def _is_number(value: object) -> bool:
@@ -161,16 +161,16 @@ def _read_events(file: Path, log: Log) -> None:
 
     for event in _events(file):
         if event.HasField("session_log") and event.session_log.status == SESSION_START:
-            for name, series in log.series.items():
+            for name, series in log.items():
                 if not name.endswith(OVER_SAMPLES):  # the mark counts steps
                     series.drop_from(event.step)
         for value in event.summary.value:
             if value.HasField("simple_value"):
-                log.series[value.tag].add(event.step, value.simple_value, event.wall_time)
+                log[value.tag].add(event.step, value.simple_value, event.wall_time)
             elif value.HasField("tensor") and value.metadata.plugin_data.plugin_name in ("scalars", ""):
                 array = tensor_util.make_ndarray(value.tensor)
                 if array.size == 1 and array.dtype.kind in "fiu":
-                    log.series[value.tag].add(event.step, float(array.item()), event.wall_time)
+                    log[value.tag].add(event.step, float(array.item()), event.wall_time)
 
 
 # Names of the series in this project, NeMo, Megatron-LM, Lightning and the Hugging Face Trainer, and given by the user.
@@ -268,7 +268,7 @@ def first_common_loss(run: Path, log: Path) -> tuple[int, float, float] | None:
     """
     curves = []
     for path in (run, log):
-        series = read_log(path).series
+        _, series = read_log(path)
         program = detect_format(series, {})
         name = first_logged(program.loss, series) if program is not None else None
         if program is None or name is None or name not in series:
@@ -318,17 +318,17 @@ def read_run(path: str, name: str, tags: Mapping[str, Sequence[str]], samples_pe
         tags: Series names given by the user, by role.
         samples_per_step: Global batch size of a run that logs no samples.
     """
-    log = read_log(Path(path))
-    names = sorted(log.series)
+    source, log = read_log(Path(path))
+    names = sorted(log)
     listed = ", ".join(names[:MAX_LISTED])
     listed += f", and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     program = detect_format(names, tags)
     if program is None:
         looked_for = ", ".join(tags["loss"]) if "loss" in tags else known_losses()
-        rule = f"has no training loss in {log.source.name} (names tried: {looked_for})"
+        rule = f"has no training loss in {source.name} (names tried: {looked_for})"
         raise run_error(path, rule, f"write --tag loss=NAME; available: {listed}")
-    tag = first_logged(program.loss, log.series) or ""
-    if tag + OVER_SAMPLES in log.series:
+    tag = first_logged(program.loss, log) or ""
+    if tag + OVER_SAMPLES in log:
         tag += OVER_SAMPLES
     curve = _curve(log, program, tag, samples_per_step)
     if curve is None:
@@ -338,20 +338,20 @@ def read_run(path: str, name: str, tags: Mapping[str, Sequence[str]], samples_pe
     samples, losses = curve
     if len(samples) < 2:
         raise run_error(path, f"has {len(samples)} step of {tag}", "a curve needs at least two steps")
-    counted = first_logged(program.tokens, log.series)
+    counted = first_logged(program.tokens, log)
     notes = []
-    if dropped := log.series[tag].dropped:
+    if dropped := log[tag].dropped:
         notes.append(f"{dropped:,} steps were logged twice (resumed run); the later attempt counts")
     if bad := int((~np.isfinite(losses)).sum()):
         notes.append(f"{bad:,} of {len(losses):,} losses are not finite")
     return Run(
         name=name,
-        source=log.source,
+        source=source,
         program=program.name,
         samples=samples,
         losses=np.where(np.isfinite(losses), losses, np.nan),
         speed=_speed(log, program, tag, samples),
-        tokens_per_sample=float(log.series[counted].values[-1] / samples[-1]) if counted and samples[-1] > 0 else None,
+        tokens_per_sample=float(log[counted].values[-1] / samples[-1]) if counted and samples[-1] > 0 else None,
         notes=tuple(notes),
     )
 
@@ -362,16 +362,16 @@ def _curve(log: Log, program: LogFormat, tag: str, samples_per_step: float | Non
     Samples come from the axis of the series, the logged samples, the sum of batch sizes, or --samples-per-step, in this
     order. A loss at step 0 means that steps count from 0.
     """
-    steps, losses = _columns(log.series[tag])
+    steps, losses = _columns(log[tag])
     before_first = -1.0 if program.from_zero or steps[0] == 0 else 0.0
-    counted = first_logged(program.samples, log.series)
-    batch = first_logged(program.batch, log.series)
+    counted = first_logged(program.samples, log)
+    batch = first_logged(program.batch, log)
     if tag.endswith(OVER_SAMPLES):
         samples = steps
     elif counted is not None:
-        samples = np.interp(steps, *_columns(log.series[counted]), left=np.nan, right=np.nan)
+        samples = np.interp(steps, *_columns(log[counted]), left=np.nan, right=np.nan)
     elif batch is not None:
-        sizes = np.interp(steps, *_columns(log.series[batch]))
+        sizes = np.interp(steps, *_columns(log[batch]))
         samples = np.cumsum(sizes * np.diff(steps, prepend=before_first))
     elif samples_per_step is not None:
         samples = (steps - before_first) * samples_per_step
@@ -390,15 +390,15 @@ def _columns(series: Series) -> tuple[Floats, Floats]:
 
 def _speed(log: Log, program: LogFormat, tag: str, samples: Floats) -> float | None:
     """Return the median sequences per second: from step times, else from the logged rate, else from log times."""
-    timed, rate = first_logged(program.step_time, log.series), first_logged(program.throughput, log.series)
-    steps_logged = log.series.get(tag.removesuffix(OVER_SAMPLES), Series()).steps
+    timed, rate = first_logged(program.step_time, log), first_logged(program.throughput, log)
+    steps_logged = log.get(tag.removesuffix(OVER_SAMPLES), Series()).steps
     if timed is not None and len(steps_logged) > 1:
-        seconds = float(np.nanmedian(log.series[timed].values))
+        seconds = float(np.nanmedian(log[timed].values))
         steps = float(np.median(np.diff(steps_logged)))
         return float(np.median(np.diff(samples))) / steps / seconds if seconds > 0 else None
     if rate is not None:
-        return float(np.nanmedian(log.series[rate].values))
-    times = np.asarray(log.series[tag].times)
+        return float(np.nanmedian(log[rate].values))
+    times = np.asarray(log[tag].times)
     if len(times) != len(samples) or not np.isfinite(times).all():
         return None
     waits = np.diff(times)

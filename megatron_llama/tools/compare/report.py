@@ -22,12 +22,8 @@ if TYPE_CHECKING:
 
 
 LABELS = (
-    "final loss",
-    "area between the curves",
-    "largest smoothed gap",
-    "first divergence",
-    "sequences per second",
-    "verdict",
+    *("final loss", "area between the curves", "largest smoothed gap", "first divergence"),
+    *("sequences per second", "verdict"),
 )
 
 

@@ -273,10 +273,7 @@ def collective(kind: str, size: int, group: dist.ProcessGroup, device: torch.dev
 
 
 def times_of_calls(
-    call: Callable[[], object],
-    group: dist.ProcessGroup,
-    synchronize: Callable[[], object],
-    device: torch.device,
+    call: Callable[[], object], group: dist.ProcessGroup, synchronize: Callable[[], object], device: torch.device
 ) -> list[float]:
     """Call for about SECONDS and return the seconds of each call on the slowest rank, sorted.
 

@@ -8,14 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.config.problems import ConfigError, Problem
-from megatron_llama.tools.import_config.conversion import (
-    MOST_UNKNOWN,
-    Conversion,
-    Kind,
-    embedding_rows,
-    is_count,
-    load_tables,
-)
+from megatron_llama.tools.import_config import conversion
+from megatron_llama.tools.import_config.conversion import MOST_UNKNOWN, Conversion, Kind, is_count
 from megatron_llama.tools.import_config.read_script import Command, ScriptError, read_script
 
 _INTEGER, _NUMBER = re.compile(r"[-+]?\d{1,18}"), re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?")
@@ -43,13 +37,13 @@ def convert_script(path: Path, flags: Sequence[str], given: Mapping[str, str]) -
     words = command.words
     start = next((at for at, word in enumerate(words) if word.endswith(".py")), 0)
     values = _flags([*words[start:], *flags], command.notes)
-    conversion = MegatronConversion(values, path.stem)
-    conversion.assumed += command.notes
+    converted = MegatronConversion(values, path.stem)
+    converted.assumed += command.notes
     launcher = _flags(words[:start], [])
     processes, nodes = map(launcher.get, _DEVICES)
     if isinstance(processes, int) and isinstance(nodes, int):
-        conversion.world_size = processes * nodes
-    return conversion.run()
+        converted.world_size = processes * nodes
+    return converted.run()
 
 
 def _flags(words: Sequence[str], notes: list[str]) -> dict[str, Any]:
@@ -86,7 +80,7 @@ def _parse(text: str) -> Any:
 class MegatronConversion(Conversion):
     """Conversion of Megatron-LM's flags; each method converts the flags of one subject."""
 
-    tables = load_tables("megatron", "--")
+    tables = conversion.load_tables("megatron", "--")
     relevant = ("--data-path", "--train-data-path", "--load")
     add = "{key} {value} after the file"
     reference = "refers to {first}, which the script does not set; write NAME=VALUE after the file, or the flag"
@@ -138,7 +132,7 @@ class MegatronConversion(Conversion):
             self.record("--vocab-size", Kind.RENAMED, f"model.vocab_size={size}", null)
         else:
             names = [get("--tokenizer-model"), get("--tokenizer-type"), get("--vocab-file")]
-            size, known_by = embedding_rows([str(name) for name in names if name])
+            size, known_by = conversion.embedding_rows([str(name) for name in names if name])
             settings["model.vocab_size"] = size
             if known_by:
                 self.assumed.append(f"model.vocab_size={size}, {known_by}: write --vocab-size N after the file")

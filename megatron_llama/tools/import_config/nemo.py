@@ -22,13 +22,8 @@ from megatron_llama.config.hf_config import read_hf_config, shape_from_hf, unsup
 from megatron_llama.config.problems import ConfigError, Problem, format_value
 from megatron_llama.config.text_checks import check_interpolations, names_secret
 from megatron_llama.system.files import check_yaml
-from megatron_llama.tools.import_config.conversion import (
-    Conversion,
-    Kind,
-    embedding_rows,
-    is_count,
-    load_tables,
-)
+from megatron_llama.tools.import_config import conversion
+from megatron_llama.tools.import_config.conversion import Conversion, Kind, is_count
 
 FP32_STATES = "adamw_fp32optstate"
 SCHEDULES = {"cosineannealing": "cosine", "linearannealingwithwarmup": "linear", "warmuppolicy": "constant"}
@@ -83,7 +78,7 @@ def convert(path: Path, overrides: Sequence[str] = ()) -> Conversion:
 class NemoConversion(Conversion):
     """Conversion of a YAML of NeMo, neuronx-nemo-megatron or NxDT; each method converts the keys of one subject."""
 
-    tables = load_tables("nemo")
+    tables = conversion.load_tables("nemo")
 
     def subjects(self) -> None:
         """Convert all subjects."""
@@ -192,7 +187,7 @@ class NemoConversion(Conversion):
         if "model.vocab_size" in self.settings:
             return
         paths = [self.get(f"{at}tokenizer.{key}") for at in ("model.", "data.") for key in ("model", "type")]
-        size, known_by = embedding_rows([str(path) for path in paths if path])
+        size, known_by = conversion.embedding_rows([str(path) for path in paths if path])
         self.settings["model.vocab_size"] = size
         if known_by:
             self.assumed.append(

@@ -88,25 +88,16 @@ def model_parser(description: str, epilog: str) -> argparse.ArgumentParser:
         epilog=f"Exit status: 0 success, 2 invalid arguments, other values: failure.\n{epilog}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", type=location, metavar="CHECKPOINT", help="checkpoint, run or Hugging Face folder")
-    parser.add_argument("--base", type=Path, metavar="FOLDER", help="base model of LoRA, if its folder has moved")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
-    parser.add_argument(
-        "--cp", type=int, default=1, metavar="N", help="context-parallel ranks, which divide prompts (default: 1)"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", *PRECISIONS),
-        default="auto",
-        help="dtype of weights and matmuls; auto: float32 on CPU, else bfloat16",
-    )
-    parser.add_argument("--device", default="auto", help="device, as in training (default: auto)")
-    parser.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="PATH",
-        help="sentencepiece model or Hugging Face folder (default: from the model)",
-    )
+    add = parser.add_argument
+    add("model", type=location, metavar="CHECKPOINT", help="checkpoint, run or Hugging Face folder")
+    add("--base", type=Path, metavar="FOLDER", help="base model of LoRA, if its folder has moved")
+    add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
+    add("--cp", type=int, default=1, metavar="N", help="context-parallel ranks, which divide prompts (default: 1)")
+    text = "dtype of weights and matmuls; auto: float32 on CPU, else bfloat16"
+    add("--dtype", choices=("auto", *PRECISIONS), default="auto", help=text)
+    add("--device", default="auto", help="device, as in training (default: auto)")
+    text = "sentencepiece model or Hugging Face folder (default: from the model)"
+    add("--tokenizer", type=Path, metavar="PATH", help=text)
     return parser
 
 

@@ -15,14 +15,8 @@ from megatron_llama.config import ConfigError, Problem
 from megatron_llama.parallel.groups import broadcast_from_rank_0
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.wrapping import escape_controls
-from megatron_llama.text.chat_template import (
-    NAMED_TEMPLATES,
-    OWN,
-    Jinja,
-    NamedTemplate,
-    TrainedTemplate,
-    end_of_answer,
-)
+from megatron_llama.text import chat_template
+from megatron_llama.text.chat_template import NamedTemplate, TrainedTemplate
 from megatron_llama.text.conversation import NO_CONTEXT, RecordError, TemplateContext, Turn, called_functions
 from megatron_llama.text.loss_spans import TextSpan, control_text, encode_spans
 from megatron_llama.text.tokenizer import Tokenizer
@@ -151,12 +145,12 @@ class PromptBuilder:
         """
         self.tokenizer, self.context, self._trained = tokenizer, context, trained
         self.template = template = trained.template
-        self._chat: NamedTemplate | Jinja | None = None
+        self._chat: NamedTemplate | chat_template.Jinja | None = None
         try:
             if template != NONE:
                 self._chat = trained.load(tokenizer.path, tokenizer.added_tokens)
         except UserError as error:
-            names = ", ".join(NAMED_TEMPLATES)
+            names = ", ".join(chat_template.NAMED_TEMPLATES)
             instead = f"write --chat-template {names}; or --tokenizer FOLDER with a chat template"
             raise ConfigError([Problem(ARGUMENT, template, str(error), instead)]) from None
         self._gap = self._chat.gap if isinstance(self._chat, NamedTemplate) else ""
@@ -164,7 +158,7 @@ class PromptBuilder:
         add_bos = tokenizer.adds_bos if trained.add_bos is None else trained.add_bos
         bos = isinstance(self._chat, NamedTemplate) and add_bos
         self._bos = [tokenizer.bos] if bos and tokenizer.bos is not None else []
-        end, self._end_text = (None, "") if self._chat is None else end_of_answer(self._chat, tokenizer)
+        end, self._end_text = (None, "") if self._chat is None else chat_template.end_of_answer(self._chat, tokenizer)
         self.stop = frozenset() if end is None else frozenset([end])
 
     def __reduce__(self) -> Any:  # spawned ranks need pickling, which compiled templates do not support
@@ -183,7 +177,8 @@ class PromptBuilder:
         """Return the ids of a prompt, as ``ids``, of turns with calls and results."""
         spans = self._spans(turns, answer)
         with self._restated(turns):
-            ids = self._bos + encode_spans(spans, self.tokenizer, parse_special=isinstance(self._chat, Jinja))[0]
+            is_jinja = isinstance(self._chat, chat_template.Jinja)
+            ids = [*self._bos, *encode_spans(spans, self.tokenizer, parse_special=is_jinja)[0]]
             if not ids:
                 raise RecordError("template_refuses", "its text has no token")
             return ids
@@ -251,7 +246,7 @@ def open_prompt_builder(
 def trained_stop_ids(tokenizer: Tokenizer, trained: TrainedTemplate | None) -> frozenset[int]:
     """Return the ids that end an answer in the template of training, which may end any text of a fine-tuned model."""
     try:
-        return frozenset() if trained is None else open_prompt_builder(tokenizer, None, trained, OWN).stop
+        return frozenset() if trained is None else open_prompt_builder(tokenizer, None, trained, chat_template.OWN).stop
     except ConfigError:
         return frozenset()  # the tokenizer is not compatible with the template: no end token
 

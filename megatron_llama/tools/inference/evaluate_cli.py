@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,15 +16,7 @@ from megatron_llama.config.data_settings import is_template_file
 from megatron_llama.config.rope import longest_sequence
 from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.system.progress import ProgressBar
-from megatron_llama.tools.inference.arguments import (
-    Measure,
-    OpenedModel,
-    Problems,
-    Progress,
-    Task,
-    model_parser,
-    run_task,
-)
+from megatron_llama.tools.inference.arguments import Measure, OpenedModel, Problems, Task, model_parser, run_task
 
 if TYPE_CHECKING:
     from megatron_llama.tools.inference.generator import Generator
@@ -188,7 +180,7 @@ def _share(share: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _shown_progress() -> Iterator[Progress]:
+def _shown_progress() -> Iterator[Callable[[int, int], None]]:
     """Return a callback that shows a progress bar on stderr, opened at the first call."""
     with ExitStack() as stack:
         bars: list[ProgressBar] = []

@@ -9,7 +9,7 @@ import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
 from functools import partial
 from pathlib import Path
@@ -79,7 +79,7 @@ def records_task(
         "template": asdict(template),
         "chat": builder.template not in ("plain", NONE),
         "chat_template": builder.template,
-        "skipped": dict(records.skipped),
+        "skipped": dict(records[1]),
     }
     measure = partial(measure_records, arguments, report, template, encoded)
     return stop_ids(saved, opened.tokenizer) | builder.stop, measure
@@ -131,8 +131,8 @@ def encode_records(
     ``records``. Label ids start where the labels' encodings differ, because a tokenizer may merge a label's first
     letters with the end of the prompt. Raises ConfigError if the chat template rejects a prompt.
     """
-    encoded = []
-    for record in records.good:
+    encoded, (good, skipped) = list[EncodedRecord](), records
+    for record in good:
         messages = [{"role": "user", "content": template.prompt.format(**record)}]
         ids = prompts.ids(messages)
         labels = [label if prompts.template == NONE else label.strip() for label in template.labels.values()]
@@ -140,7 +140,7 @@ def encode_records(
         shared = len(os.path.commonprefix([ids, *full]))
         one = EncodedRecord(ids[:shared], [other[shared:] for other in full], record)
         if shared + max(map(len, one.labels), default=0) > max_ids or not shared:
-            records.skipped["too long"] += 1
+            skipped["too long"] += 1
         else:
             encoded.append(one)
     return sorted(encoded, key=lambda one: len(one.prompt))  # stable: ties stay in the file's order
@@ -255,11 +255,7 @@ def answer_accuracy(
             right += number is not None and number == truth
             if len(examples) < 3:
                 examples.append({**one.record, "written": text})
-    return {
-        "well_formed": share(formed, len(records)),
-        "exact_match": share(right, len(records)),
-        "examples": examples,
-    }
+    return {"well_formed": share(formed, len(records)), "exact_match": share(right, len(records)), "examples": examples}
 
 
 def _batches(records: Sequence[T], rows: int, progress: Progress) -> Iterator[Sequence[T]]:
@@ -441,18 +437,10 @@ def bits_per_byte(loss: float, tokens: int, size: int) -> float | None:
 
 # Evaluation data: records of a file and prompt templates.
 Record = Mapping[str, Any]
-
-
+EvalRecords = tuple[list[Record], Counter[str]]
+"""Usable records, and the number of skipped records by reason."""
 # The prompts are the user messages of data_prep/sft.py, as in training.
 TEMPLATES: Mapping[str, Template] = {**LABELLED, "gsm8k": Template("{question}", "answer")}
-
-
-@dataclass
-class EvalRecords:
-    """Usable records, and the number of skipped records by reason."""
-
-    good: list[Record] = field(default_factory=list)
-    skipped: Counter[str] = field(default_factory=Counter)
 
 
 def find_template(name: str) -> Template:
@@ -478,28 +466,28 @@ def read_records(path: Path, template: Template, limit: int | None = None) -> Ev
 
     Other records are skipped and counted. Raises ConfigError if the file cannot be read or has no usable record.
     """
-    records, required = EvalRecords(), template.fields
+    records, skipped, required = list[Record](), Counter[str](), template.fields
     try:
         for record in _rows(path):
-            if len(records.good) == limit:
+            if len(records) == limit:
                 break
             if record is None:
-                records.skipped["unreadable"] += 1
+                skipped["unreadable"] += 1
             elif any(record.get(name) is None or not str(record[name]).strip() for name in required):
-                records.skipped["lacks a field"] += 1
+                skipped["lacks a field"] += 1
             elif any(not_utf8(str(record[name])) for name in required):
-                records.skipped["lone surrogate"] += 1
+                skipped["lone surrogate"] += 1
             elif template.labels and str(record[template.answer]) not in template.labels:
-                records.skipped["unknown label"] += 1
+                skipped["unknown label"] += 1
             else:
-                records.good.append(record)
+                records.append(record)
     except (OSError, UnicodeDecodeError, UserError) as error:
         rule = f"cannot be read: {error}"
         raise ConfigError([Problem("FILE", str(path), rule, "name a .tsv or .jsonl file")]) from None
-    if not records.good:
-        rule = f"has no record with {', '.join(sorted(required))} ({dict(records.skipped) or 'it is empty'})"
+    if not records:
+        rule = f"has no record with {', '.join(sorted(required))} ({dict(skipped) or 'it is empty'})"
         raise ConfigError([Problem("FILE", str(path), rule, "name another file, or another --template")])
-    return records
+    return records, skipped
 
 
 def _rows(path: Path) -> Iterator[Record | None]:

@@ -14,18 +14,7 @@ from megatron_llama.config.data_settings import is_template_file
 from megatron_llama.config.rope import longest_sequence
 from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.tools.inference.arguments import OpenedModel, Problems, Task, model_parser, not_utf8, run_task
-from megatron_llama.tools.inference.sampling import (
-    DRAWING,
-    FILE,
-    OPTIONS,
-    Sampling,
-    StopTexts,
-    check_option,
-    describe,
-    flag_of,
-    folder_defaults,
-    ignored_settings,
-)
+from megatron_llama.tools.inference.sampling import DRAWING, OPTIONS, Sampling, StopTexts, check_option, flag_of
 
 if TYPE_CHECKING:
     from megatron_llama.tools.inference.chat import PromptBuilder
@@ -135,13 +124,10 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
 def _sampling(arguments: argparse.Namespace, saved: SavedModel, problems: Problems) -> Sampling:
     """Return the sampling of the flags and of generation_config.json, and print which values are from the file."""
     given = _given(arguments) | ({"greedy": True} if arguments.greedy else {})
-    defaults, faults = folder_defaults(saved.generation, given)
+    sampling, note, faults = Sampling.of(saved.generation, given)
     problems.items += faults
-    ignored = ignored_settings(saved.generation)
-    if not problems.items and (defaults or ignored):
-        unsupported = f"; not supported: {', '.join(ignored)}" if ignored else ""
-        sys.stderr.write(f"{FILE}: {describe(defaults) or 'no sampling settings'}{unsupported}\n")
-    return Sampling() if faults else Sampling(**defaults, **given)
+    sys.stderr.write("" if problems.items else note)
+    return sampling
 
 
 def _variables(arguments: argparse.Namespace, problems: Problems) -> dict[str, Any]:

@@ -36,6 +36,16 @@ class Sampling:
     (arXiv:1909.05858)."""
     seed: int = 1234
 
+    @staticmethod
+    def of(content: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Sampling, str, list[Problem]]:
+        """Return the sampling of flags and a generation_config.json, a note on the file, and its problems."""
+        defaults, problems = folder_defaults(content, given)
+        ignored, note = ignored_settings(content), ""
+        if defaults or ignored:
+            unsupported = f"; not supported: {', '.join(ignored)}" if ignored else ""
+            note = f"{FILE}: {describe(defaults) or 'no sampling settings'}{unsupported}\n"
+        return (Sampling() if problems else Sampling(**defaults, **given)), note, problems
+
     def generators(self, rows: int) -> list[torch.Generator]:
         """Return one random generator per row, so that a row does not depend on the others."""
         import torch

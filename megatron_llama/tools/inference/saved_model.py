@@ -9,18 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.arch.parameters import head_dim, kv_heads
+from megatron_llama.checkpoint import lora_adapter
 from megatron_llama.checkpoint.export import GENERATION, check_base, model_of
 from megatron_llama.checkpoint.folder import find_checkpoint, local_model
 from megatron_llama.checkpoint.hf_folder import open_hf_folder
-from megatron_llama.checkpoint.lora_adapter import (
-    MergedTensors,
-    TrainedAdapter,
-    adapter_rows,
-    finetune_of,
-    open_adapter,
-    open_base,
-    trained_tensors,
-)
+from megatron_llama.checkpoint.lora_adapter import MergedTensors, TrainedAdapter
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.checkpoint.tensor_source import CorruptFile, Stored, read_json
 from megatron_llama.config import Config, ConfigError, FinetuneConfig, ModelConfig, Problem
@@ -38,16 +31,9 @@ from megatron_llama.plan.defaults_and_notes import choose_defaults
 from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.rule import check_rules
 from megatron_llama.system.object_store import Location
+from megatron_llama.text import tokenizer as text_tokenizer
 from megatron_llama.text.chat_template import TrainedTemplate, trained_template
-from megatron_llama.text.tokenizer import (
-    FAST_JSON,
-    NO_TOKENS,
-    SENTENCEPIECE_MODEL,
-    Tokenizer,
-    TokenizerError,
-    open_tokenizer,
-    tokenizer_file,
-)
+from megatron_llama.text.tokenizer import FAST_JSON, SENTENCEPIECE_MODEL, Tokenizer
 
 ARGUMENT = "CHECKPOINT"
 
@@ -71,7 +57,7 @@ class SavedModel:
     """Tokens per sequence in training; a default for Hugging Face models."""
     trained_template: TrainedTemplate | None = None
     """Chat template of a fine-tuning run."""
-    new_tokens: NewTokens = NO_TOKENS
+    new_tokens: NewTokens = text_tokenizer.NO_TOKENS
     """Tokens that the run added to ``tokenizer``."""
 
 
@@ -100,12 +86,13 @@ def open_saved_model(path: Location, base: Path | None = None) -> SavedModel:
     folder = find_checkpoint(path)
     manifest = read_manifest(folder)
     manifest.check_sizes()
-    model, finetune = model_of(manifest), finetune_of(manifest)
+    model, finetune = model_of(manifest), lora_adapter.finetune_of(manifest)
     origin = manifest.state.hf_folder
     stored: Stored = manifest.stored
     if finetune.method == "lora":
-        trained = trained_tensors(manifest, model, finetune)
-        stored = MergedTensors.of(open_base(manifest, model, base), TrainedAdapter(trained, model, finetune))
+        trained = lora_adapter.trained_tensors(manifest, model, finetune)
+        whole = lora_adapter.open_base(manifest, model, base)
+        stored = MergedTensors.of(whole, TrainedAdapter(trained, model, finetune))
         origin = str(stored.folder)
     else:
         _refuse_base(base)
@@ -152,7 +139,7 @@ def _open_adapter(folder: Path, base: Path | None) -> SavedModel:
         base = Path(named)
     with restated(lambda problem: replace(problem, field="--base")):
         whole = open_hf_model(base)
-        whole = _with_rows(whole, adapter_rows(folder, finetune))
+        whole = _with_rows(whole, lora_adapter.adapter_rows(folder, finetune))
     merged = MergedTensors.of(whole.stored, _adapter_of(folder, finetune, whole.model))
     whole = replace(whole, folder=folder, stored=merged)
     if not has_tokenizer(folder):
@@ -181,7 +168,7 @@ def grow_for_adapters(whole: SavedModel, paths: Sequence[Path]) -> SavedModel:
             continue
         ids = read_token_ids(folder / FAST_JSON)
         new = {token: number for token, number in ids.items() if known.get(token) != number}
-        rows = max(adapter_rows(folder, _settings_of_adapter(folder)), max(new.values(), default=-1) + 1)
+        rows = max(lora_adapter.adapter_rows(folder, _settings_of_adapter(folder)), max(new.values(), default=-1) + 1)
         if rows > whole.model.vocab_size and not new:
             rule = f"trains {rows} rows, and the model has {whole.model.vocab_size}; its folder has no new tokens"
             raise ConfigError([Problem("--adapter", str(path), rule, f"copy its tokenizer.json to {folder}")])
@@ -226,7 +213,7 @@ def _adapter_of(folder: Path, finetune: FinetuneConfig, model: ModelConfig) -> T
         problems = [problem for problem in problems if problem.field.startswith("finetune.")]
         if problems:
             raise ConfigError(problems)
-        return TrainedAdapter(open_adapter(folder, model, finetune), model, finetune)
+        return TrainedAdapter(lora_adapter.open_adapter(folder, model, finetune), model, finetune)
 
 
 def open_adapter_for(path: Path, whole: SavedModel) -> TrainedAdapter:
@@ -243,15 +230,16 @@ def open_adapter_for(path: Path, whole: SavedModel) -> TrainedAdapter:
     with restated(lambda problem: replace(problem, field="--adapter", instead=instead)):
         manifest = read_manifest(find_checkpoint(path))
     manifest.check_sizes()
-    finetune = finetune_of(manifest)
+    finetune = lora_adapter.finetune_of(manifest)
     if finetune.method != "lora":
         raise ConfigError([Problem("--adapter", str(path), "has no LoRA adapter", instead)])
     if NewTokens.of(manifest.state.settings.get("data", {})):
         instead = f"export the adapter (scripts/export_hf.py {path} FOLDER), and name that folder"
         raise ConfigError([Problem("--adapter", str(path), "is a run with new tokens", instead)])
     check_base(path, model_of(manifest), str(whole.folder))
-    open_base(manifest, whole.model, whole.folder)
-    return TrainedAdapter(trained_tensors(manifest, whole.model, finetune), whole.model, finetune)
+    lora_adapter.open_base(manifest, whole.model, whole.folder)
+    trained = lora_adapter.trained_tensors(manifest, whole.model, finetune)
+    return TrainedAdapter(trained, whole.model, finetune)
 
 
 def open_hf_model(folder: Path) -> SavedModel:
@@ -306,8 +294,8 @@ def tokenizer_of(saved: SavedModel, given: Path | None = None) -> Tokenizer:
         rule = "the model's tokenizer is unknown, or its path of training no longer exists"
         raise ConfigError([Problem("--tokenizer", None, rule, instead)])
     try:
-        tokenizer = open_tokenizer(path, saved.new_tokens.unless_in(tokenizer_file(path)))
-    except TokenizerError as error:
+        tokenizer = text_tokenizer.open_tokenizer(path, saved.new_tokens.unless_in(text_tokenizer.tokenizer_file(path)))
+    except text_tokenizer.TokenizerError as error:
         raise ConfigError([Problem("--tokenizer", str(path), error.rule, instead)]) from None
     if tokenizer.size > saved.model.vocab_size:
         rule = f"has {tokenizer.size} ids, but the model's vocabulary has {saved.model.vocab_size}"

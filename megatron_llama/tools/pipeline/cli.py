@@ -18,13 +18,7 @@ from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import format_ranges, text_table
 from megatron_llama.tools.common import MOCK_RUN, run_tool
 from megatron_llama.tools.figures import as_png, as_svg
-from megatron_llama.tools.pipeline.diagram import (
-    Panel,
-    PipelineTimeline,
-    bubble_of_equal_stages,
-    draw,
-    earliest_timeline,
-)
+from megatron_llama.tools.pipeline import diagram
 from megatron_llama.tools.planned_run import PlannedRun, read_planned_run
 
 if TYPE_CHECKING:  # these need torch, which --help does not
@@ -137,18 +131,18 @@ def schedule_picture(
     pass_times: PassTimes,
     microbatches: int,
     hardware: str | None = None,
-    measured: PipelineTimeline | None = None,
-) -> tuple[Figure, PipelineTimeline]:
+    measured: diagram.PipelineTimeline | None = None,
+) -> tuple[Figure, diagram.PipelineTimeline]:
     """Draw a plan's schedule, and the ``measured`` step below it; return the picture and the drawn timeline."""
     from megatron_llama.tools.pipeline.record_passes import recorded_order
 
     pp, vpp = plan.config.trainer.pp, plan.config.trainer.vpp
-    ideal = earliest_timeline(recorded_order(pp, vpp, microbatches), pass_times.of(pp))
-    panels = [Panel(f"passes {pass_times.source}; bubble {ideal.bubble:.1%}", pass_times.unit, ideal)]
+    ideal = diagram.earliest_timeline(recorded_order(pp, vpp, microbatches), pass_times.of(pp))
+    panels = [diagram.Panel(f"passes {pass_times.source}; bubble {ideal.bubble:.1%}", pass_times.unit, ideal)]
     if measured is not None:
-        panels.append(Panel(f"measured; bubble {measured.bubble:.1%}", pass_times.unit, measured, scale=0.001))
+        panels.append(diagram.Panel(f"measured; bubble {measured.bubble:.1%}", pass_times.unit, measured, scale=0.001))
     name = f"{_schedule(plan)}: {pp} stages, {microbatches} micro batches; {batch_line(plan.config, hardware)}"
-    return draw(name, panels), ideal
+    return diagram.draw(name, panels), ideal
 
 
 def _drawn_microbatches(plan: Plan) -> int:
@@ -163,7 +157,11 @@ def _schedule(plan: Plan) -> str:
 
 
 def _report(
-    plan: Plan, pass_times: PassTimes, ideal: PipelineTimeline, measured: PipelineTimeline | None, drawn: int
+    plan: Plan,
+    pass_times: PassTimes,
+    ideal: diagram.PipelineTimeline,
+    measured: diagram.PipelineTimeline | None,
+    drawn: int,
 ) -> Iterator[str]:
     """Format the times of each stage and the bubble."""
     from megatron.core import __version__ as megatron_core
@@ -189,9 +187,9 @@ def _report(
     yield from (f"  {row}" for row in text_table(rows, left=2))
     yield from ("", "bubble, the share of the stages' time in which they wait")
     equal = "if all stages took equally long, (p-1)/(v m + p-1)"
-    bubbles = [(equal, bubble_of_equal_stages(pp, vpp, drawn)), ("as drawn", ideal.bubble)]
+    bubbles = [(equal, diagram.bubble_of_equal_stages(pp, vpp, drawn)), ("as drawn", ideal.bubble)]
     if drawn < (count := plan.num_microbatches):
-        bubbles.append((f"the same with all {count} micro batches", bubble_of_equal_stages(pp, vpp, count)))
+        bubbles.append((f"the same with all {count} micro batches", diagram.bubble_of_equal_stages(pp, vpp, count)))
     if measured is not None:
         bubbles.append(("measured", measured.bubble))
     yield from (f"  {row}" for row in text_table([(name, f"{share:.1%}") for name, share in bubbles], left=1))

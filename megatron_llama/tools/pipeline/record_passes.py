@@ -69,10 +69,7 @@ def record_passes(chunks: Sequence[nn.Module], synchronize: Callable[[], None] =
         pass_ = of_output.pop(id(_tensor(output)))._replace(backward=True)
         return timed(pass_, lambda: backward(received, output, *args, **kwargs))
 
-    with (
-        patch.object(schedules, "forward_step", forward_step),
-        patch.object(schedules, "backward_step", backward_step),
-    ):
+    with patch.object(schedules, "forward_step", forward_step), patch.object(schedules, "backward_step", backward_step):
         yield spans
 
 

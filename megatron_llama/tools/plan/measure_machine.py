@@ -37,17 +37,8 @@ from megatron_llama.system.files import write_atomically
 from megatron_llama.system.progress import ProgressBar
 from megatron_llama.system.tables import plural
 from megatron_llama.tools.common import MOCK_RUN
-from megatron_llama.tools.forecast.this_machine import (
-    COLLECTIVES,
-    FORMS,
-    OVERLAPPED,
-    RANKS,
-    STEPS,
-    VERSION,
-    WIDTH,
-    Calibration,
-    calibration_path,
-)
+from megatron_llama.tools.forecast import this_machine
+from megatron_llama.tools.forecast.this_machine import COLLECTIVES, FORMS, OVERLAPPED, RANKS, STEPS, WIDTH, Calibration
 from megatron_llama.tools.measured_steps import build_steps, rank_results
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -310,7 +301,7 @@ def calibrate(path: Path | None = None) -> int:
         by_ranks[str(ranks)] = measurements[0]
     device = get_device(HOST)
     machine = Calibration(
-        version=VERSION,
+        version=this_machine.VERSION,
         host=socket.gethostname(),
         date=datetime.datetime.now().isoformat(" ", "minutes"),
         cores=device.count(),
@@ -319,7 +310,7 @@ def calibrate(path: Path | None = None) -> int:
         load=load,
         by_ranks=by_ranks,
     )
-    path = path or calibration_path()
+    path = path or this_machine.calibration_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(asdict(machine), indent=1) + "\n")
     sys.stdout.write(f"wrote {path}\n")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from megatron_llama import cli
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.plan import Plan
-from megatron_llama.tools.common import NO_FILES, run_tool
+from megatron_llama.tools.common import NO_FILES, ONLY_STEPS, run_tool
 
 WINDOW = (3, 5)
 FOLDER = "profiling"  # subfolder of the run folder, so that files of the run are not changed
@@ -38,15 +38,8 @@ Examples
 Exit status: 0 done, 2 a config error, else a failure.
 docs/guides/tools/profiling.md explains the numbers.
 """
-# Placed last on the command line to take precedence: run the steps only.
-_ONLY_STEPS = (
-    *("trainer.epochs=null", "trainer.max_restarts=0", "trainer.val_every_steps=0"),
-    *("optim.warmup_steps=0", "optim.warmup_ratio=null", "optim.constant_steps=0"),
-    *("checkpoint.resume=never", "checkpoint.every_steps=null", "checkpoint.every_minutes=0"),
-    *("checkpoint.save_last=false", "checkpoint.dir=null", "checkpoint.memory_every_steps=null"),
-    *("checkpoint.keep_best=false", "checkpoint.export_hf=false"),
-    *("logging.tensorboard=false", "logging.sample_prompts=[]"),
-)
+# Placed last on the command line to take precedence.
+_ONCE = ("trainer.epochs=null", "trainer.max_restarts=0", "logging.tensorboard=false", "logging.sample_prompts=[]")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,7 +60,7 @@ def _run(_: object, argv: Sequence[str]) -> int:
     if profile is None:
         profile = list(WINDOW)
         words.append(f"trainer.profile=[{WINDOW[0]},{WINDOW[1]}]")
-    words += [f"trainer.steps={profile[-1]}", *_ONLY_STEPS]
+    words += [f"trainer.steps={profile[-1]}", *ONLY_STEPS, *_ONCE]
     return cli.main(words, entry=profile_rank, subfolder=FOLDER)
 
 

@@ -15,15 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_llama.devices import (
-    HOST,
-    NAMES,
-    Device,
-    device_named,
-    get_device,
-    ignored_devices,
-    variable_prefixes,
-)
+from megatron_llama import devices
 from megatron_llama.devices.kernels import Float8Operand
 from megatron_llama.devices.processor import processor
 from megatron_llama.system.programs import commit
@@ -47,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) == 1:
         values = collect(argv[0])
     else:
-        device = get_device(argv[0])
+        device = devices.get_device(argv[0])
         measured = measurements(device, device.enter(0, 1), 32 if argv[1] == "small" else 1)
         values = {label: _attempt(measure) for label, measure in measured}
     sys.stdout.write(json.dumps(values) + "\n")
@@ -66,18 +58,18 @@ def collect(name: str) -> dict[str, Any]:
     """Return the facts as JSON values. Without a usable device: ``missing``, the reason."""
     if name != "auto":
         try:
-            return _facts(get_device(name))
+            return _facts(devices.get_device(name))
         except ValueError as error:
             return {"missing": str(error)}
-    accelerators = [device_named(other) for other in NAMES if other != HOST]
+    accelerators = [devices.device_named(other) for other in devices.NAMES if other != devices.HOST]
     device = next((other for other in accelerators if other.probe() is None), None)
     if device is None:
-        reasons = ignored_devices() or [f"{accelerators[0].name}: {accelerators[0].probe()}"]
+        reasons = devices.ignored_devices() or [f"{accelerators[0].name}: {accelerators[0].probe()}"]
         return {"missing": "; ".join(reasons)}
     return _facts(device)
 
 
-def _facts(device: Device) -> dict[str, Any]:
+def _facts(device: devices.Device) -> dict[str, Any]:
     return {
         "device": device.name,
         "is_accelerator": device.is_accelerator,
@@ -101,12 +93,12 @@ def _facts(device: Device) -> dict[str, Any]:
 
 def settings_of_environment(environ: Any) -> dict[str, str]:
     """Return the variables that change a run, without names that may hold secrets."""
-    prefixes = (*VARIABLES, *variable_prefixes())
+    prefixes = (*VARIABLES, *devices.variable_prefixes())
     names = sorted(name for name in environ if name.startswith(prefixes))
     return {name: environ[name] for name in names if not any(word in name.upper() for word in SECRETS)}
 
 
-def _cards(device: Device) -> list[dict[str, Any]]:
+def _cards(device: devices.Device) -> list[dict[str, Any]]:
     """Return name, memory and capability of each accelerator. Empty for the CPU."""
     if not device.is_accelerator:
         return []
@@ -128,7 +120,7 @@ def _compiler_version() -> str:
     return ""
 
 
-def _matmul_error(device: Device) -> float:
+def _matmul_error(device: devices.Device) -> float:
     """Return the relative error of an fp32 matmul on the device."""
     place = device.enter(0, 1)
     generator = torch.Generator().manual_seed(1)
@@ -138,7 +130,9 @@ def _matmul_error(device: Device) -> float:
     return ((actual - expected).norm() / expected.norm()).item()
 
 
-def measurements(device: Device, place: torch.device, divisor: int) -> Iterator[tuple[str, Callable[[], float]]]:
+def measurements(
+    device: devices.Device, place: torch.device, divisor: int
+) -> Iterator[tuple[str, Callable[[], float]]]:
     """Yield (name with unit, measurement), with sizes divided by ``divisor``."""
     kernels, size = device.kernels(False), 8192 // divisor
 
@@ -189,7 +183,7 @@ def measurements(device: Device, place: torch.device, divisor: int) -> Iterator[
         yield f"attention of {name}, both passes, TFLOP/s", partial(attention, shape, True)
 
 
-def _seconds(device: Device, call: Callable[[], object], calls: int = CALLS) -> float:
+def _seconds(device: devices.Device, call: Callable[[], object], calls: int = CALLS) -> float:
     """Return the seconds of a call in the fastest round."""
     best = float("inf")
     for _ in range(ROUNDS + 1):  # the first warms up

@@ -300,8 +300,7 @@ class Session:
     def module(self, name: str, module: str, *arguments: str) -> Any:
         """Run a module of this package that prints a JSON value in its last line; return the value.
 
-        Raises:
-            CheckFailed: the module failed.
+        Raises CheckFailed if the module failed.
         """
         process = self.succeed(name, "-m", f"{__package__}.{module}", *arguments)
         for line in reversed(process.output.splitlines()):  # libraries may print at exit

@@ -18,17 +18,9 @@ from megatron_llama.system.files import read_json
 from megatron_llama.system.programs import CONF_DIR, IN_CHECKOUT, program_files
 from megatron_llama.system.tables import gib
 from megatron_llama.tools.common import MOCK_RUN
+from megatron_llama.tools.prove_gpu import session as processes
 from megatron_llama.tools.prove_gpu.run_checks import TABLE, Outcome, Row
-from megatron_llama.tools.prove_gpu.session import (
-    COLD_COMPILE_SECONDS,
-    LOG,
-    PROFILING,
-    CheckFailed,
-    NotRun,
-    Process,
-    Session,
-    TrainingRun,
-)
+from megatron_llama.tools.prove_gpu.session import CheckFailed, NotRun, Session, TrainingRun
 
 QUIET = (*MOCK_RUN, "optim=constant", "optim.warmup_steps=0", "checkpoint.every_minutes=0")
 NO_SAVE = "checkpoint.save_last=false"
@@ -132,7 +124,7 @@ def memory(session: Session, row: Row) -> Outcome:
         return judge_memory(int(max(run.column("peak_memory_bytes"))), forecast.total, WORKSPACES)
     # A CPU's peak is the memory of the process, with Python and libraries: trace the tensors that a step allocates.
     run = session.train(folder, *words, "trainer.profile=[2,3]", program="profile")
-    profile = read_json(run.folder / PROFILING / "profile/profile.json")
+    profile = read_json(run.folder / processes.PROFILING / "profile/profile.json")
     allocated = forecast.total - forecast.weights - forecast.optimizer
     return judge_memory(int(profile["ranks"][0]["peak_bytes"]), allocated)
 
@@ -164,7 +156,7 @@ def generate(session: Session, row: Row) -> Outcome:
     model, tokenizer = session.share("random model", lambda: _random_model(session))
     dtype = "float32" if row.name == "fp32" else "bfloat16"
 
-    def write(device: str) -> Process:
+    def write(device: str) -> processes.Process:
         words = [str(program_files()["generate"]), str(model), "--tokenizer", str(tokenizer), "--device", device]
         words += ["--dtype", dtype, "--greedy", "--max-new-tokens", str(TOKENS), "--prompt", *PROMPTS]
         return session.succeed(f"generation/{device}_{dtype}", *words)
@@ -349,12 +341,12 @@ def _run_benchmark(session: Session, row: Row) -> Outcome:
         *("--rounds", str(ROUNDS), "--steps", str(STEPS), "--output", str(output)),
     ]
     output.parent.mkdir(parents=True, exist_ok=True)
-    process = session.run(name, words, hangs_after=max(session.limit(), COLD_COMPILE_SECONDS))
+    process = session.run(name, words, hangs_after=max(session.limit(), processes.COLD_COMPILE_SECONDS))
     path = output.with_suffix(".json")
     if not path.is_file():
         if NOT_INSTALLED in process.output:
             raise NotRun(NOT_INSTALLED)
-        raise CheckFailed(f"{process.last_lines(1)}, see {name}/{LOG}")
+        raise CheckFailed(f"{process.last_lines(1)}, see {name}/{processes.LOG}")
     session.redact.copy(path, session.folder / session.prefix / name / "result.json")
     return judge_benchmark(read_json(path))
 

@@ -155,22 +155,18 @@ class SweepState:
         A run whose command line has changed loses its state but keeps its folder and checkpoints.
         """
         self._path = sweep.folder / FILE
-        saved = self._read()
-        self._outcomes = {
-            run.name: saved[run.name]
-            if run.name in saved and saved[run.name].overrides == run.overrides
-            else RunState(run.overrides)
-            for run in sweep.combinations
-        }
-        self._others = {name: outcome for name, outcome in saved.items() if name not in self._outcomes}
+        self._states = self._read()
+        for run in sweep.combinations:
+            if run.name not in self._states or self._states[run.name].overrides != run.overrides:
+                self._states[run.name] = RunState(run.overrides)
 
     def __getitem__(self, run: Combination) -> RunState:
-        return self._outcomes[run.name]
+        return self._states[run.name]
 
     def update(self, run: Combination, *, status: int | None = None, job: str | None = None) -> None:
         """Store the state of a run."""
-        self._outcomes[run.name] = replace(self._outcomes[run.name], status=status, job=job)
-        runs = {name: asdict(outcome) for name, outcome in {**self._others, **self._outcomes}.items()}
+        self._states[run.name] = replace(self._states[run.name], status=status, job=job)
+        runs = {name: asdict(state) for name, state in self._states.items()}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self._path, json.dumps({"runs": runs}, indent=1) + "\n")
 

@@ -34,17 +34,8 @@ NOT_TRIED = (
     f"stages, micro_batch_size above {LARGEST_MICRO_BATCH}, recompute=selective, pipeline_layers"
 )
 """Valid settings that no search tries, for the output."""
-TUNED = (
-    "trainer.tp",
-    "trainer.cp",
-    "trainer.pp",
-    "trainer.vpp",
-    "trainer.dp",
-    "trainer.zero",
-    "trainer.shard_group",
-    "trainer.micro_batch_size",
-    "trainer.recompute",
-)
+_TUNED = ("tp", "cp", "pp", "vpp", "dp", "zero", "shard_group", "micro_batch_size", "recompute")
+TUNED = tuple(f"trainer.{name}" for name in _TUNED)
 """Tuned settings, in the order of the table. Settings that change the result are never tuned; sp follows from tp."""
 
 

@@ -118,7 +118,8 @@ def sequence_table(
         changed.finetune.method = method
         tuned = Tuner(changed, fixed, target)
         for saving, more, cp, zero in _table_rows(config, fixed):
-            for ranks in rank_counts(target, tp * pp * (1 if cp == "all" else int(cp))):
+            block = tp * pp * (1 if cp == "all" else int(cp))
+            for ranks in (block << power for power in range((target.ranks // block).bit_length())):
                 size = ranks // (tp * pp) if cp == "all" else int(cp)
                 grid = Grid.of(config.trainer).resized(tp=tp, pp=pp, cp=size).with_world(ranks)
                 settings = {**_cell_settings(config, fixed, grid, zero), **more}
@@ -141,11 +142,6 @@ def _table_rows(config: Config, fixed: Mapping[str, Any]) -> Iterator[tuple[str,
     for (saving, more), cp in itertools.product(savings(config, fixed).items(), contexts):
         for zero in zeros[-1:] if OFFLOAD in more else zeros:
             yield saving, more, cp, zero
-
-
-def rank_counts(target: Target, block: int) -> list[int]:
-    """Return ``block`` times 1, 2, 4, ... ranks, up to the ranks of the target."""
-    return [block << power for power in range(target.ranks.bit_length()) if block << power <= target.ranks]
 
 
 def _cell_settings(config: Config, fixed: Mapping[str, Any], grid: Grid, zero: int) -> dict[str, Any]:

@@ -25,26 +25,11 @@ from megatron_llama.tools.cluster_settings import TuneConfig, load_cluster, load
 from megatron_llama.tools.common import NO_FILES
 from megatron_llama.tools.plan.forecast_run import MOST_DEVICES, forecast_plan
 from megatron_llama.tools.planned_run import read_config
+from megatron_llama.tools.tune import longest_sequence
+from megatron_llama.tools.tune import trial as trials
 from megatron_llama.tools.tune.candidates import NOT_TRIED, TUNED, Candidate, CandidateSpace, Tuner, fixed_settings
-from megatron_llama.tools.tune.longest_sequence import (
-    LENGTH,
-    STEP,
-    length_settings,
-    longest_in_any_layout,
-    sequence_lines,
-    sequence_table,
-)
 from megatron_llama.tools.tune.search import SearchResult, enumerate_candidates, format_outcome, search
 from megatron_llama.tools.tune.target import Target, find_target
-from megatron_llama.tools.tune.trial import (
-    DONE,
-    Journal,
-    TrialOutcome,
-    check_name,
-    experiment_path,
-    experiment_text,
-    run_trial,
-)
 
 STATED = ("data.seq_length", "trainer.global_batch_size", "trainer.precision", "device.name")
 """Settings that each experiment file states, also if they are defaults."""
@@ -89,14 +74,14 @@ def read_request(overrides: Sequence[str]) -> TuneRequest:
         devices = f"{target.ranks}x{target.name}"
         tune = replace(tune, name=re.sub(r"[^\w.-]", "_", f"{config.model.name}_{tune.objective}_{devices}"))
     if is_named:
-        problems += check_name(str(tune.name), tune.overwrite)
+        problems += trials.check_name(str(tune.name), tune.overwrite)
     if problems or config is None or target is None:
         raise ConfigError(problems)
     if config.device.name == "auto":
         config.device.name = target.device.kind
     config = choose_defaults(config)[0]
     folder = Path(tune.dir or f"runs/tune-{tune.name}").absolute()
-    output = experiment_path(str(tune.name)) if is_named else None
+    output = trials.experiment_path(str(tune.name)) if is_named else None
     return TuneRequest(tuple(overrides), tuple(rest), config, replace(tune, dir=str(folder)), target, output)
 
 
@@ -136,20 +121,20 @@ def _max_seq_len(request: TuneRequest, tuned: Tuner) -> None:
     """
     config, target = request.config, request.target
     with ProgressBar("forecast", "lengths") as bar:
-        table = sequence_table(config, tuned.fixed, target, bar.show)
-    _print_lines(["", *sequence_lines(table, config), ""])
+        table = longest_sequence.sequence_table(config, tuned.fixed, target, bar.show)
+    _print_lines(["", *longest_sequence.sequence_lines(table, config), ""])
     scale, positions = 1.0, config.model.max_position_embeddings
     for _ in range(max(1, request.tune.trials)):
         with ProgressBar("forecast", "layouts") as bar:
-            tokens, more = longest_in_any_layout(
+            tokens, more = longest_sequence.longest_in_any_layout(
                 tuned, partial(Candidate.fits_on, target=target, scale=scale), bar.show
             )
         if not tokens:
-            raise NothingWorks(f"Sequences of {STEP} tokens do not fit on {target}.")
+            raise NothingWorks(f"Sequences of {longest_sequence.STEP} tokens do not fit on {target}.")
         capped = min(tokens, positions)
         limit = f"; model.max_position_embeddings limits them to {positions:,}" if tokens > positions else ""
         _print_lines(wrap_lines(f"longest sequence that fits in any layout: {tokens:,} tokens{limit}"))
-        settings = {**length_settings(config, capped), **more}
+        settings = {**longest_sequence.length_settings(config, capped), **more}
         longer = Tuner(config, tuned.fixed, target, settings, context=True)
         result = run_search(request, longer, enumerate_candidates(longer))
         if result.best is not None:
@@ -191,16 +176,16 @@ def run_search(request: TuneRequest, tuned: Tuner, space: CandidateSpace) -> Sea
     """Run a search with its trials in subfolders of ``tune.dir``."""
     folder, target, tune = Path(str(request.tune.dir)), tuned.target, request.tune
 
-    def attempt(candidate: Candidate, best: float | None) -> TrialOutcome:
+    def attempt(candidate: Candidate, best: float | None) -> trials.TrialOutcome:
         name = candidate.key.replace("trainer.", "").replace("=", "").replace(" ", "-")
-        return run_trial(candidate, request.overrides, tune, folder / name, best, target.nodes)
+        return trials.run_trial(candidate, request.overrides, tune, folder / name, best, target.nodes)
 
     if not tune.trials:
         return search(tuned, space, 0, None, attempt)
     inputs = {"words": list(request.overrides), "steps": tune.steps, "machine": f"{target.ranks} {target.name}"}
     try:
         with locked_folder(folder):
-            return search(tuned, space, tune.trials, Journal(folder, inputs), attempt)
+            return search(tuned, space, tune.trials, trials.Journal(folder, inputs), attempt)
     except FolderTaken:
         rule, advice = "is in use by another search", "wait for its end, or write another tune.dir=PATH"
         raise ConfigError([Problem("tune.dir", str(folder), rule, advice)]) from None
@@ -219,7 +204,7 @@ def failure_lines(result: SearchResult) -> Iterable[str]:
 def _show_and_write(request: TuneRequest, result: SearchResult) -> None:
     """Print the table and the best settings; write them as an experiment on request."""
     config = request.config
-    if (length := result.ranking[0].settings.get(LENGTH)) is not None:
+    if (length := result.ranking[0].settings.get(longest_sequence.LENGTH)) is not None:
         config = replace(config, data=replace(config.data, seq_length=length))
     _print_lines(["", *result_lines(result, config), ""])
     best, name = result.best, str(request.tune.name)
@@ -231,10 +216,10 @@ def _show_and_write(request: TuneRequest, result: SearchResult) -> None:
         return
     comment = experiment_comment(result, config, request.tune.objective)
     stated = {name: get(config, name) for name in STATED}
-    text = experiment_text(request.overrides, {**stated, **best.settings}, comment, always=STATED)
+    text = trials.experiment_text(request.overrides, {**stated, **best.settings}, comment, always=STATED)
     request.output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(request.output, text)
-    chosen = name if request.output == experiment_path(name) else request.output
+    chosen = name if request.output == trials.experiment_path(name) else request.output
     _print_lines(["", f"wrote {request.output}", f"  python train.py experiment={chosen}"])
 
 
@@ -296,7 +281,7 @@ def result_lines(result: SearchResult, config: Config) -> Iterator[str]:
     """Yield the forecast of the best and the failed settings, their measurements, and the rejected settings."""
     tokens = config.trainer.global_batch_size * config.data.length
     tried = result.history.tried
-    failed = [each for each, out in tried.values() if out.status != DONE]
+    failed = [each for each, out in tried.values() if out.status != trials.DONE]
     forecast, measured = [["", *_HEADS, *_NUMBERS]], [["", *_NUMBERS, ""]]
     shown = [*enumerate(result.ranking[:SHOWN], 1), *((0, each) for each in failed)]
     for number, each in shown:
@@ -324,7 +309,7 @@ def _measured(result: SearchResult, candidate: Candidate, tokens: int) -> list[s
     out = trial[1]
     seconds = [f"{out.seconds:.4g}", f"{tokens / out.seconds:,.0f}"] if out.seconds else ["", ""]
     memory = f"{result.target.measured_bytes(out.memory, candidate.ranks) / GIB:.2f}" if out.memory else ""
-    return [*seconds, memory, "" if out.status == DONE else out.status]
+    return [*seconds, memory, "" if out.status == trials.DONE else out.status]
 
 
 def rejection_lines(result: SearchResult) -> Iterator[str]:

@@ -28,27 +28,14 @@ from megatron_llama.system.files import read_json, write_atomically
 from megatron_llama.system.programs import OWN_CONF, ROOT
 from megatron_llama.system.signals import exit_with_parent
 from megatron_llama.tools.cluster_settings import TuneConfig
-from megatron_llama.tools.common import MOCK_RUN, call_slurm, nest, submit_job
+from megatron_llama.tools.common import MOCK_RUN, ONLY_STEPS, call_slurm, nest, submit_job
 from megatron_llama.tools.tune.candidates import Candidate
 from megatron_llama.train.metrics_file import METRICS_FILE, read_metrics
 
 DONE, MEMORY, SLOW, FAILED = "done", "out of memory", "too slow", "failed"
 TRIAL_OVERRIDES = (
-    *MOCK_RUN,
-    "data.name=tuning",
-    "dry_run=false",
-    "optim.warmup_steps=0",
-    "optim.constant_steps=0",
-    "trainer.val_every_steps=0",
-    "trainer.hang_timeout_seconds=null",
-    "checkpoint.every_steps=null",
-    "checkpoint.every_minutes=0",
-    "checkpoint.save_last=false",
-    "checkpoint.export_hf=false",
-    "checkpoint.resume=never",
-    "checkpoint.dir=null",
-    "checkpoint.memory_every_steps=null",
-    "hook.on_event=null",
+    *(*MOCK_RUN, *ONLY_STEPS, "data.name=tuning"),
+    *("dry_run=false", "trainer.hang_timeout_seconds=null", "hook.on_event=null"),
 )
 """Overrides of a trial: no files, checkpoints or validation."""
 SLOW_FACTOR = 2.0

@@ -225,7 +225,7 @@ def test_chat_prompts(folder: Path, tmp_path: Path) -> None:
     (one,) = encode_records(records, LABELS, prompts, max_ids=256)
     assert one.prompt == prompts.ids([{"role": "user", "content": "cat and dog"}])
     assert [text.decode(label) for label in one.labels] == ["the cat", "a"]
-    assert records.skipped == {"unreadable": 1}
+    assert records[1] == {"unreadable": 1}
 
 
 def test_files_are_read_as_they_are_prepared(tmp_path: Path) -> None:
@@ -236,12 +236,12 @@ def test_files_are_read_as_they_are_prepared(tmp_path: Path) -> None:
     (tmp_path / "lines.jsonl.gz").write_bytes(gzip.compress(f"{json.dumps(good)}\n[]\n\n".encode()))
     for name, unreadable in (("table.tsv", 2), ("array.json", 1), ("lines.jsonl.gz", 1)):
         records = read_records(tmp_path / name, LABELS)
-        assert list(records.good) == [good] and records.skipped == {"unreadable": unreadable}, name
+        assert records == ([good], {"unreadable": unreadable}), name
     with pytest.raises(ConfigError, match=r"cannot\s+be\s+read"):
         read_records(tmp_path / "nowhere.jsonl", LABELS)
     (tmp_path / "numbers.jsonl").write_text('{"x": 0, "label": 0}\n{"x": null, "label": 1}\n')
     records = read_records(tmp_path / "numbers.jsonl", Template("{x}", "label", {"0": "no", "1": "yes"}))
-    assert records.good == [{"x": 0, "label": 0}] and records.skipped == {"lacks a field": 1}
+    assert records == ([{"x": 0, "label": 0}], {"lacks a field": 1})
 
 
 def test_written_answers(folder: Path, tmp_path: Path) -> None:

@@ -35,7 +35,6 @@ FAKE = ["cluster.device=h100", "device.memory_gib=80", "tune.name=best"]
 def output_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write experiments and trials of these tests to a temporary folder."""
     monkeypatch.setattr(trial, "experiment_path", lambda name: tmp_path / f"{name}.yaml")
-    monkeypatch.setattr(objectives, "experiment_path", lambda name: tmp_path / f"{name}.yaml")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no calibration of this machine
     return tmp_path
@@ -124,14 +123,14 @@ def test_trials_on_this_machine(
         assert words == WORDS
         return TrialOutcome(DONE, 2 * candidate.seconds, candidate.first_peak + (500 << 20))
 
-    monkeypatch.setattr(objectives, "run_trial", attempt)
+    monkeypatch.setattr(trial, "run_trial", attempt)
     assert main([*WORDS, "tune.trials=3", "tune.name=here", "cluster.devices_per_node=2"]) == 0
     captured = capsys.readouterr()
     assert captured.err.count("trial ") == 3 and "\nmeasured\n" in captured.out and "not tried" in captured.out
     text = (output_dir / "here.yaml").read_text()
     assert "Measured: a step of" in text and "3 trials" in text
     assert (output_dir / "runs/tune-here/trials.json").exists()
-    monkeypatch.setattr(objectives, "run_trial", lambda *_: TrialOutcome(FAILED, message="no disk"))
+    monkeypatch.setattr(trial, "run_trial", lambda *_: TrialOutcome(FAILED, message="no disk"))
     assert main([*WORDS, "tune.trials=2", "tune.name=other", "cluster.devices_per_node=2"]) == 1
     assert "no disk" in capsys.readouterr().err and not (output_dir / "other.yaml").exists()
     with locked_folder(output_dir / "runs/tune-other"):
