@@ -40,6 +40,33 @@ class InputFiles:
     sources: list[Source] = field(default_factory=list)
     not_taken: dict[str, str] = field(default_factory=dict)
     """Path to reason."""
+    real_paths: set[str] = field(default_factory=set)
+    """Where the sources are."""
+
+    def add(self, pattern: str, texts: tuple[str, ...], suffixes: tuple[str, ...], arrays: bool) -> None:
+        """Add the files of a path or pattern. Raises UserError."""
+        if is_url(pattern):
+            paths, reasons = _in_store(pattern, suffixes)
+        elif os.path.isdir(pattern):
+            paths, reasons = _in_folder(pattern, suffixes)
+        elif pattern == STDIN or os.path.exists(pattern):
+            paths, reasons = ["/dev/stdin" if pattern == STDIN else pattern], {}
+        else:
+            paths, reasons = _matching(pattern, suffixes)
+        if paths != [pattern]:
+            reasons |= _no_records(paths, texts, arrays)
+        self.not_taken |= dict(sorted(reasons.items()))
+        taken = [path for path in paths if path not in reasons]
+        if not taken:
+            others = InputFiles(not_taken=reasons).notes()
+            rule = f"{pattern} has no supported file ({', '.join(suffixes)}, optionally compressed)"
+            raise UserError(". ".join([rule, *others]))
+        for path in taken:
+            real = path if is_url(path) else os.path.realpath(path)
+            if real in self.real_paths:
+                raise UserError(f"{path} occurs twice in --input: list each file once")
+            self.real_paths.add(real)
+            self.sources.append(input_readers.inspect(path, texts))
 
     def notes(self) -> list[str]:
         """Return notes on ignored files: each reason once, with one path and a count. The manifest lists all."""
@@ -73,48 +100,12 @@ def find_sources(
     """
     texts = tuple(text_suffixes)
     suffixes = RAW_DATA_SUFFIXES + texts + (TABLE_SUFFIXES if tables else ())
-    inputs = InputFiles()
-    real_paths: set[str] = set()
-    problems: list[str] = []
+    inputs, problems = InputFiles(), list[str]()
     for path_or_pattern in patterns:
         pattern = path_or_pattern if is_url(path_or_pattern) else resolve_hub_name(path_or_pattern, DATASET)
-        collect(problems, partial(_add_sources, inputs, real_paths, pattern, texts, suffixes, arrays))
+        collect(problems, partial(inputs.add, pattern, texts, suffixes, arrays))
     reject(problems)
     return inputs
-
-
-def _add_sources(
-    inputs: InputFiles,
-    real_paths: set[str],
-    pattern: str,
-    texts: tuple[str, ...],
-    suffixes: tuple[str, ...],
-    arrays: bool,
-) -> None:
-    """Add the files of a path or pattern to ``inputs``, and to ``real_paths`` where they are. Raises UserError."""
-    if is_url(pattern):
-        paths, reasons = _in_store(pattern, suffixes)
-    elif os.path.isdir(pattern):
-        paths, reasons = _in_folder(pattern, suffixes)
-    elif pattern == STDIN or os.path.exists(pattern):
-        paths, reasons = ["/dev/stdin" if pattern == STDIN else pattern], {}
-    else:
-        paths, reasons = _matching(pattern, suffixes)
-    if paths != [pattern]:
-        reasons |= _no_records(paths, texts, arrays)
-    inputs.not_taken |= dict(sorted(reasons.items()))
-    taken = [path for path in paths if path not in reasons]
-    if not taken:
-        others = InputFiles(not_taken=reasons).notes()
-        raise UserError(
-            ". ".join([f"{pattern} has no supported file ({', '.join(suffixes)}, optionally compressed)", *others])
-        )
-    for path in taken:
-        real = path if is_url(path) else os.path.realpath(path)
-        if real in real_paths:
-            raise UserError(f"{path} occurs twice in --input: list each file once")
-        real_paths.add(real)
-        inputs.sources.append(input_readers.inspect(path, texts))
 
 
 def _in_folder(folder: str, suffixes: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:

@@ -10,7 +10,6 @@ import bisect
 import hashlib
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,23 +26,18 @@ from megatron_llama.system.errors import MachineError
 
 @dataclass(frozen=True)
 class PreparePart:
-    """Part ``number`` (from 1) of ``count``."""
+    """Part ``number`` (from 1) of ``count``, whose work folders are in ``parent``."""
 
     number: int
     count: int
-
-    @staticmethod
-    def parse(text: str) -> PreparePart:
-        """Parse K/N, which RunOptions has validated."""
-        number, _, count = text.partition("/")
-        return PreparePart(int(number), int(count))
+    parent: Path
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"
 
-    def folder(self, folder: Path, names: Sequence[str]) -> Path:
-        """Return the part's work folder for outputs ``names`` in ``folder``."""
-        return parts_folder(folder, names) / f"{self.number}-of-{self.count}"
+    @property
+    def folder(self) -> Path:
+        return self.parent / f"{self.number}-of-{self.count}"
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,6 @@ class FinishedPart:
     """Finished part."""
 
     part: PreparePart
-    folder: Path
     identity: dict[str, Any]
     """Options of the run."""
     checkpoint: dict[str, Any]
@@ -60,11 +53,6 @@ class FinishedPart:
     @property
     def ledger(self) -> Ledger:
         return Ledger.from_json(self.checkpoint["ledger"])
-
-
-def parts_folder(folder: Path, names: Sequence[str]) -> Path:
-    """Return the parent of the parts' work folders."""
-    return folder / f".{'+'.join(names)}.parts"
 
 
 def split_input(sources: Sequence[Source], count: int) -> list[InputRange]:
@@ -91,14 +79,13 @@ def split_input(sources: Sequence[Source], count: int) -> list[InputRange]:
     return [*itertools.pairwise(cuts)]
 
 
-def finished_part(part: PreparePart, folder: Path, names: Sequence[str]) -> FinishedPart | None:
+def finished_part(part: PreparePart) -> FinishedPart | None:
     """Return a part if it is finished, else None."""
-    work = part.folder(folder, names)
-    identity, checkpoints = read_journal(work)
+    identity, checkpoints = read_journal(part.folder)
     if identity is None or not checkpoints or not checkpoints[-1].get("part_done"):
         return None
     identity.pop("part", None)
-    return FinishedPart(part, work, identity, checkpoints[-1])
+    return FinishedPart(part, identity, checkpoints[-1])
 
 
 def join_parts(
@@ -135,11 +122,11 @@ def join_parts(
 def _checked(one: FinishedPart, name: str) -> Iterator[bytes]:
     """Yield a part's file in chunks; compare its hash with the journal."""
     digest = hashlib.sha256()
-    for chunk in read_prefix(one.folder / name, one.checkpoint["sizes"][name]):
+    for chunk in read_prefix(one.part.folder / name, one.checkpoint["sizes"][name]):
         digest.update(chunk)
         yield chunk
     if digest.hexdigest() != one.checkpoint["sha256"][name]:
-        shutil.rmtree(one.folder, ignore_errors=True)
+        shutil.rmtree(one.part.folder, ignore_errors=True)
         raise MachineError(
             f"{name} of part {one.part} is damaged, so the part was removed: rerun with --part {one.part}"
         )
@@ -156,9 +143,3 @@ def _renumbered(entries: bytes, path: str, lines_before: int) -> bytes:
             entry["line"] += lines_before
         renumbered.append(json.dumps(entry).encode() + b"\n")
     return b"".join(renumbered)
-
-
-def remove_parts(folder: Path, names: Sequence[str]) -> None:
-    """Remove the work folders of all parts."""
-    if os.path.isdir(parts_folder(folder, names)):
-        shutil.rmtree(parts_folder(folder, names), ignore_errors=True)

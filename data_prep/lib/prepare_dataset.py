@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 
 from data_prep.lib.blocks import InputRange
 from data_prep.lib.encoding_run import EncodingRun, summarize_run
-from data_prep.lib.join_parts import FinishedPart, PreparePart, finished_part, join_parts, remove_parts, split_input
+from data_prep.lib.join_parts import FinishedPart, PreparePart, finished_part, join_parts, split_input
 from data_prep.lib.output_files import SUFFIXES, publish, quarantine_file, read_finished, write_outputs
 from data_prep.lib.run_options import PrepareJob, RunOptions
 from data_prep.lib.tokenizer_backends import Encoder, EncoderMismatch
@@ -44,9 +45,10 @@ def make_dataset(
     if is_url(options.output_prefix):
         return _make_stored(job, options, encoder, report)
     preparation = _Preparation(job, options, encoder, report)
-    if options.part is not None:
-        return preparation.encode_part(PreparePart.parse(options.part))
-    return preparation.encode_all()
+    if options.part is None:
+        return preparation.encode_all()
+    number, _, count = options.part.partition("/")
+    return preparation.encode_part(PreparePart(int(number), int(count), preparation.parts_folder))
 
 
 def _make_stored(
@@ -101,7 +103,9 @@ class _Preparation:
         self.names = job.names(options.output_prefix)
         self.identity = self._identity()
         """Options that determine the output, including the order of the inputs."""
-        self.work_folder = options.folder / f".{'+'.join(self.names)}.partial"
+        self.work_folder, self.parts_folder = (
+            options.folder / f".{'+'.join(self.names)}.{kind}" for kind in ("partial", "parts")
+        )
 
     def _identity(self) -> dict[str, Any]:
         job, tokenizer = self.job, self.encoder.tokenizer
@@ -133,12 +137,11 @@ class _Preparation:
 
     def encode_part(self, part: PreparePart) -> dict[str, Any] | None:
         """Encode one part of the input; join all parts if it is the last."""
-        folder, names, sources = self.options.folder, self.names, self.job.sources
-        if any(source.stored_at for source in sources):
+        if any(source.stored_at for source in self.job.sources):
             raise UserError(
                 "--part: every part reads the input, and a pipe can be read only once. Write a file to --input"
             )
-        finished_before = finished_part(part, folder, names)
+        finished_before = finished_part(part)
         try:
             finished = self._find_output()
         except Locked:
@@ -147,12 +150,12 @@ class _Preparation:
             self.report(f"part {part} is done; another process is joining the parts")
             return None
         if finished is not None:
-            remove_parts(folder, names)
+            shutil.rmtree(self.parts_folder, ignore_errors=True)
             return finished
-        cuts = split_input(sources, part.count)
+        cuts = split_input(self.job.sources, part.count)
         if finished_before is None or finished_before.identity != self.identity:
             try:
-                workspace = Workspace(part.folder(folder, names), names)
+                workspace = Workspace(part.folder, self.names)
             except Locked as error:  # A lost node's lock expires: not an error of the user.
                 raise MachineError(f"part {part}: {error}") from None
             cut = cuts[part.number - 1]
@@ -165,7 +168,7 @@ class _Preparation:
             self.report(f"part {part}: {ledger.documents_read:,} documents, {ledger.tokens:,} tokens\n{run.speed()}")
         else:
             self.report(f"part {part}: already complete")
-        done = [finished_part(PreparePart(number, part.count), folder, names) for number in range(1, part.count + 1)]
+        done = [finished_part(replace(part, number=number)) for number in range(1, part.count + 1)]
         missing = [number for number, one in enumerate(done, start=1) if one is None]
         if missing:
             finished = self._find_output()  # another process may have joined them
@@ -206,14 +209,14 @@ class _Preparation:
         except Locked:
             self.report("all parts are done; another process is joining them")
             return None
-        if not parts[0].folder.exists():  # another process has joined them
+        if not parts[0].part.folder.exists():  # another process has joined them
             workspace.remove()
             return self._read_output()
         workspace.begin(self.identity)
         ledger = join_parts(parts, workspace, self.job.sources, cuts)
         encoders = ", ".join(sorted({str(one.checkpoint["encoder"]) for one in parts}))
         manifest = self._write_datasets(encoders, workspace, ledger)
-        remove_parts(self.options.folder, self.names)
+        shutil.rmtree(self.parts_folder, ignore_errors=True)
         self.report("\n".join([f"joined {len(parts)} parts", *summarize_run(self.job, self.options, ledger)]))
         return manifest
 

@@ -108,7 +108,7 @@ PHASES = {
     "while the joined files grow": ("join_parts", "_renumbered", 2),
     "in the index": ("output_files", "write_index", 1),
     "among the final names": ("output_files.os", "replace", 5),
-    "before the parts go": ("prepare_dataset", "remove_parts", 1),
+    "before the parts go": ("prepare_dataset.shutil", "rmtree", 2),
 }
 
 
