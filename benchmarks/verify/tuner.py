@@ -42,6 +42,7 @@ TORCH_MAPS = 6 << 30
 """Address space that a rank maps without tensors: libraries and thread stacks."""
 WITHIN = 0.05
 TURNS = 5
+Run = tuple[Candidate, TrialOutcome]
 
 
 def main() -> int:
@@ -68,13 +69,12 @@ def main() -> int:
             tuned_seconds = time.monotonic() - begun
             request = objectives.read_request([*WORDS, *words, "tune.overwrite=true"])
             tuner = Tuner(request.config, fixed_settings(request.config, list(request.overrides)), request.target)
-            every = tuner.enumerate(memory_factor=0.0).candidates
-            measured = exhaustive(every, request.tune, folder)
+            runs = exhaustive(tuner.enumerate(memory_factor=0.0).candidates, request.tune, folder)
             key = best_of_journal(folder / "tuner" / "trials.json")
-            chosen = next(each for each in every if each.key == key)
-            best = min(every, key=lambda each: seconds(measured, each))
-            pairs = alternately([chosen, best], request.tune, folder) if chosen is not best else []
-        lines = report(arguments, limit, every, measured, (chosen, best), pairs, tuned_seconds, begun)
+            chosen, best = next(run for run in runs if run[0].key == key), runs[0]
+            pairs = alternately([chosen[0], best[0]], request.tune, folder) if chosen is not best else []
+        seconds = (tuned_seconds, time.monotonic() - begun)
+        lines = [*heading(arguments, limit, seconds), *result_lines(runs, chosen, pairs)]
     finally:
         written.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
@@ -112,14 +112,14 @@ def limited(size: int) -> Iterator[str]:
     yield f"ulimit -v: {gib(size)} plus {gib(TORCH_MAPS)} that torch maps"
 
 
-def exhaustive(every: list[Candidate], tune: TuneConfig, folder: Path) -> dict[str, TrialOutcome]:
-    """Run all candidates one after another; return the outcomes by key."""
-    outcomes: dict[str, TrialOutcome] = {}
+def exhaustive(every: list[Candidate], tune: TuneConfig, folder: Path) -> list[Run]:
+    """Run all candidates one after another; return them with their outcomes, the fastest first."""
+    runs: list[Run] = []
     with ProgressBar("candidates", "trials", len(every)) as bar:
         for number, each in enumerate(every, 1):
-            outcomes[each.key] = run_trial(each, WORDS, tune, folder / "trial", None, 1)
-            bar.show(number, f"{each.key}: {outcomes[each.key]}")
-    return outcomes
+            runs.append((each, run_trial(each, WORDS, tune, folder / "trial", None, 1)))
+            bar.show(number, f"{each.key}: {runs[-1][1]}")
+    return sorted(runs, key=step_seconds)
 
 
 def alternately(both: list[Candidate], tune: TuneConfig, folder: Path) -> list[tuple[float, float]]:
@@ -136,9 +136,9 @@ def best_of_journal(path: Path) -> str:
     return str(min(trials, key=lambda each: each["outcome"]["seconds"])["settings"])
 
 
-def seconds(measured: dict[str, TrialOutcome], each: Candidate) -> float:
+def step_seconds(run: Run) -> float:
     """Return the measured seconds per step; infinity if the trial failed."""
-    return measured[each.key].seconds or float("inf")
+    return run[1].seconds or float("inf")
 
 
 def loss(pairs: list[tuple[float, float]]) -> float:
@@ -152,42 +152,29 @@ def loss(pairs: list[tuple[float, float]]) -> float:
     return ours / best - 1
 
 
-def report(
-    arguments: argparse.Namespace,
-    limit: str,
-    every: list[Candidate],
-    measured: dict[str, TrialOutcome],
-    both: tuple[Candidate, Candidate],
-    pairs: list[tuple[float, float]],
-    tuned_seconds: float,
-    begun: float,
-) -> list[str]:
-    """Return the lines of the page."""
-    chosen, best = both
-    failed = [each for each in every if measured[each.key].status == MEMORY]
+def heading(arguments: argparse.Namespace, limit: str, seconds: tuple[float, float]) -> Iterator[str]:
+    """Yield the conditions: command, machine, limit, and the ``seconds`` of the tuner and of everything."""
     command = f"python -m benchmarks.verify.tuner --memory {arguments.memory} --trials {arguments.trials}"
-    lines = ["# The tuner under a memory limit, compared with all candidates", ""]
-    lines += [f"    {command} --steps {arguments.steps}", ""]
-    lines += [
-        conditions(),
-        f"Limit: {limit}. `{' '.join(WORDS)}`: {len(every)} valid candidates; {len(failed)} of them ran out of memory.",
-        "",
-        f"The tuner took {tuned_seconds:.0f} s; tuner and all candidates took {time.monotonic() - begun:.0f} s.",
-        f"The tuner chose `{chosen.key}`; the best candidate is `{best.key}`.",
-        f"In single runs, the choice is slower by {seconds(measured, chosen) / seconds(measured, best) - 1:.1%}. "
-        f"Pairs: {', '.join(f'{one:.3f} / {other:.3f} s' for one, other in pairs) or 'not needed'}. Fastest runs: "
-        f"**{loss(pairs):+.1%}** ({'within' if loss(pairs) <= WITHIN else 'NOT within'} 5 %).",
-        "",
-    ]
+    yield from ("# The tuner under a memory limit, compared with all candidates", "")
+    yield from (f"    {command} --steps {arguments.steps}", "", conditions(), f"Limit: {limit}. `{' '.join(WORDS)}`.")
+    yield f"The tuner took {seconds[0]:.0f} s; tuner and all candidates took {seconds[1]:.0f} s."
+
+
+def result_lines(runs: list[Run], chosen: Run, pairs: list[tuple[float, float]]) -> Iterator[str]:
+    """Yield the comparison of the tuner's choice with the best candidate, and the table of all candidates."""
+    failed = sum(outcome.status == MEMORY for _, outcome in runs)
+    yield f"{len(runs)} valid candidates; {failed} of them ran out of memory."
+    yield f"The tuner chose `{chosen[0].key}`; the best candidate is `{runs[0][0].key}`."
+    yield f"In single runs, the choice is slower by {step_seconds(chosen) / step_seconds(runs[0]) - 1:.1%}. Pairs:"
+    yield f"{', '.join(f'{one:.3f} / {other:.3f} s' for one, other in pairs) or 'not needed'}. Fastest runs:"
+    yield from (f"**{loss(pairs):+.1%}** ({'within' if loss(pairs) <= WITHIN else 'NOT within'} 5 %).", "")
     rows = []
-    for each in sorted(every, key=lambda each: seconds(measured, each)):
-        out = measured[each.key]
-        marks = " (tuner's choice)" * (each == chosen)
-        time_of_step = f"{out.seconds:.3f}" if out.seconds else out.status
+    for each, outcome in runs:
+        marks = " (tuner's choice)" * (each == chosen[0])
+        measured = f"{outcome.seconds:.3f}" if outcome.seconds else outcome.status
         name = f"`{each.key.replace('trainer.', '')}`{marks}"
-        rows.append((name, f"{each.seconds:.3f}", time_of_step, gib(each.required_bytes)))
-    head = ("settings", "forecast, s", "measured, s", "memory, forecast")
-    return [*lines, *markdown_table(head, rows)]
+        rows.append((name, f"{each.seconds:.3f}", measured, gib(each.required_bytes)))
+    yield from markdown_table(("settings", "forecast, s", "measured, s", "memory, forecast"), rows)
 
 
 if __name__ == "__main__":
