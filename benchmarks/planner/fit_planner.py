@@ -5,8 +5,8 @@
 
 The constants are a share of the peak for each chip and dtype, a share for each kind of attention kernel, and costs of
 kernels, networks and hosts. No constant belongs to a single row, model or framework release. Each has physical bounds
-and is regularized towards a value that was chosen before the fit. Rows are weighted by confidence: high, medium, sweep
-(layouts of one machine); rows of low confidence are ignored.
+and is regularized towards a value that was chosen before the fit (constants.csv). Rows are weighted by confidence:
+high, medium, sweep (layouts of one machine); rows of low confidence are ignored.
 
 Two cross-validations are printed: five folds of rows, and leave-one-source-out. --write stores the constants fitted to
 all rows in megatron_llama/tools/forecast/constants.json.
@@ -15,6 +15,7 @@ all rows in megatron_llama/tools/forecast/constants.json.
 from __future__ import annotations
 
 import argparse
+import csv
 import datetime
 import hashlib
 import json
@@ -37,62 +38,16 @@ WEIGHTS = {"high": 1.0, "medium": 0.25, "sweep": 0.05}
 BEND = 0.05  # Huber loss: quadratic below, linear above, so that outliers do not dominate
 ITERATIONS = 5  # enough for a fold, which starts from the constants of all rows
 PULL = 0.02  # weight of the regularization towards the start values
-SHARE = "share of the peak of large matmuls, "
-ATTENTION = "share of the peak of attention, "
-PASSES = "bytes moved between matmuls, as multiples of the minimum, "
-HIDDEN = "share of communication that is not overlapped, "
-SPECIFICATION = {
-    # name: (start, minimum, maximum, meaning)
-    "matmul": (0.9, 0.6, 1.1, "share of a large-matmul benchmark, on chips without a separate constant"),
-    "matmul.a100.bf16": (0.80, 0.4, 0.95, SHARE + "A100"),
-    "matmul.h100.bf16": (0.70, 0.4, 0.95, SHARE + "H100 and H200"),
-    "matmul.h100.fp8": (0.60, 0.3, 0.95, SHARE + "H100 and H200"),
-    "matmul.h100-500w.bf16": (0.60, 0.3, 0.95, SHARE + "H100 held to 500 W"),
-    "matmul.h100-500w.fp8": (0.50, 0.2, 0.95, SHARE + "H100 held to 500 W"),
-    "matmul.blackwell.bf16": (0.72, 0.4, 0.95, SHARE + "B200 and GB200"),
-    "matmul.blackwell.fp8": (0.60, 0.3, 0.95, SHARE + "B200 and GB200"),
-    "matmul.blackwell.fp4": (0.45, 0.2, 0.95, SHARE + "B200 and GB200"),
-    "matmul.blackwell-ultra.fp8": (0.65, 0.3, 0.95, SHARE + "B300 and GB300"),
-    "matmul.trn1.bf16": (0.60, 0.2, 0.95, SHARE + "Trainium 1"),
-    "matmul.gaudi2.fp8": (0.80, 0.3, 0.97, SHARE + "Gaudi 2"),
-    "matmul.mi300x.bf16": (0.50, 0.2, 0.90, SHARE + "MI300X and MI325X"),
-    "matmul.mi300x.fp8": (0.50, 0.2, 0.90, SHARE + "MI300X and MI325X"),
-    "tile.bf16": (80, 16, 300, "rows, columns or depth of a matmul lost to prologue and epilogue"),
-    "tile.fp8": (150, 16, 500, "the same in fp8 and fp4"),
-    "attention.flash": (0.35, 0.1, 0.8, ATTENTION + "FlashAttention 2"),
-    "attention.flash 1": (0.30, 0.1, 0.8, ATTENTION + "the first FlashAttention"),
-    "attention.tuned": (0.50, 0.1, 0.8, ATTENTION + "kernels made for the device"),
-    "attention.a100.flash 1": (0.36, 0.2, 0.8, ATTENTION + "the first FlashAttention on A100"),
-    "attention.h100.flash 1": (0.20, 0.1, 0.8, ATTENTION + "the first FlashAttention on H100"),
-    "attention.h100.tuned": (0.50, 0.2, 0.8, ATTENTION + "cuDNN or FlashAttention 3 on H100"),
-    "attention.blackwell.tuned": (0.50, 0.2, 0.8, ATTENTION + "cuDNN on B200 and GB200"),
-    "tile.attention": (200, 20, 1000, "tokens of a sequence that attention loses to starting and ending"),
-    "tile.head": (10, 1, 100, "width of a head that attention loses to its softmax"),
-    "passes.eager": (3.0, 1.0, 6.0, PASSES + "a kernel for each operation"),
-    "passes.compiled": (1.2, 0.7, 3.0, PASSES + "torch.compile"),
-    "passes.fused": (1.0, 0.7, 3.0, PASSES + "hand-fused kernels"),
-    "passes.scores": (8.0, 3.0, 15.0, "reads and writes of the s x s attention scores"),
-    "passes.loss": (3.0, 1.0, 10.0, PASSES + "loss with one kernel per operation"),
-    "passes.per tensor": (1.0, 0.2, 5.0, PASSES + "casts to fp8 with a scale per tensor"),
-    "passes.per row": (3.0, 0.2, 20.0, PASSES + "casts to fp8 with a scale per row"),
-    "passes.per block": (1.3, 0.2, 5.0, PASSES + "casts to fp8 and fp4 with a scale per block"),
-    "host.operation": (2e-5, 5e-6, 5e-5, "host seconds to launch a kernel, on an A100 host"),
-    "gap.eager": (4e-6, 5e-7, 8e-6, "device seconds of a kernel's start and end, eager"),
-    "gap.compiled": (3e-6, 5e-7, 6e-6, "the same, torch.compile"),
-    "gap.fused": (3e-6, 5e-7, 6e-6, "the same, hand-fused kernels"),
-    "launch.step": (0.01, 0.002, 0.05, "host seconds once per step"),
-    "network.share": (0.7, 0.4, 1.0, "share of the NICs' bandwidth that collectives reach"),
-    "latency.node": (3e-5, 1e-5, 1e-4, "seconds to start a collective inside a node"),
-    "latency.network": (6e-5, 2e-5, 5e-4, "seconds to start a collective over the network"),
-    "exposed.tp": (0.9, 0.4, 1.0, HIDDEN + "tensor parallelism"),
-    "exposed.tp overlapped": (0.4, 0.05, 1.0, HIDDEN + "tensor parallelism, chunked and overlapped"),
-    "exposed.cp": (0.2, 0.02, 1.0, HIDDEN + "context parallelism"),
-    "exposed.pp": (0.7, 0.1, 1.0, HIDDEN + "between pipeline stages"),
-    "exposed.dp": (0.15, 0.02, 1.0, HIDDEN + "data parallelism"),
-    "waiting": (0.004, 0.0005, 0.03, "share of a step lost to the slowest rank, per doubling of the nodes"),
-}
+_LINES = Path(__file__).with_name("constants.csv").read_text(encoding="utf-8").splitlines()
+SPECIFICATION = {row["name"]: row for row in csv.DictReader(_LINES)}
+"""Start value, bounds and meaning of each constant."""
 NAMES = tuple(SPECIFICATION)
 Vector = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def logs_of(column: str) -> Vector:
+    """Return the logarithms of a column of numbers of the specification."""
+    return np.log([float(row[column]) for row in SPECIFICATION.values()])
 
 
 def named(logs: Vector) -> dict[str, float]:
@@ -124,7 +79,7 @@ class _RecordingConstants(dict[str, float]):
 
 def rows_by_constant(runs: Sequence[Published]) -> list[Vector]:
     """Return, for each constant, the indices of the rows whose step time depends on it."""
-    start, reads = named(np.log([SPECIFICATION[name][0] for name in NAMES])), []
+    start, reads = named(logs_of("start")), []
     for run in runs:
         constants = _RecordingConstants(start)
         PublishedStep(run.job, run.device, constants).step()
@@ -138,7 +93,7 @@ def fit(runs: Sequence[Published], begin: Mapping[str, float] | None = None, ite
     Args:
         begin: initial constants; default: the start values of SPECIFICATION.
     """
-    start, low, high = (np.log([SPECIFICATION[name][column] for name in NAMES]) for column in (0, 1, 2))
+    start, low, high = map(logs_of, ("start", "minimum", "maximum"))
     weights = np.array([WEIGHTS[run.row["confidence"]] for run in runs])
     pull = 2 * PULL * len(runs) / 100
 
@@ -253,7 +208,8 @@ def run(options: argparse.Namespace) -> int:
     print("\n".join(source_lines(of_sources)))
     by_source = by_confidence(chain(*of_sources.values()))
     for name, value in constants.items():
-        print(f"{name:30s} {SPECIFICATION[name][0]:10.4g} -> {value:10.4g}   {SPECIFICATION[name][3]}")
+        row = SPECIFICATION[name]
+        print(f"{name:30s} {float(row['start']):10.4g} -> {value:10.4g}   {row['meaning']}")
     for title, errors in (("held out", held_out), ("source held out", by_source), ("fitted", fitted_errors)):
         for name, numbers in errors.items():
             mean, most = numbers["mean"], numbers["percentile_90"]
@@ -268,7 +224,8 @@ def run(options: argparse.Namespace) -> int:
             "held out, each source judged by the others": by_source,
             "fitted": fitted_errors,
             "constants": {
-                name: {"value": value, "meaning": SPECIFICATION[name][3]} for name, value in rounded(constants).items()
+                name: {"value": value, "meaning": SPECIFICATION[name]["meaning"]}
+                for name, value in rounded(constants).items()
             },
         }
         CONSTANTS_FILE.write_text(json.dumps(page, indent=1) + "\n", encoding="utf-8")

@@ -419,7 +419,7 @@ CONSTANTS_FILE = Path(__file__).with_name("constants.json")
 
 @functools.cache
 def load_constants() -> dict[str, float]:
-    """Return the fitted constants by name; SPECIFICATION in benchmarks/planner/fit_planner.py documents them."""
+    """Return the fitted constants by name; benchmarks/planner/constants.csv documents them."""
     return {name: float(entry["value"]) for name, entry in load_constants_file()["constants"].items()}
 
 
