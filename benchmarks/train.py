@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.harness import arguments, comparison
 from benchmarks.harness.environments import Peer, torch_version
-from benchmarks.harness.runner import RoundSettings, run_rounds
+from benchmarks.harness.runner import run_rounds
 from benchmarks.harness.task import TrainingTask
 from benchmarks.results import ROOT, command_line, commit, describe_machine
 from megatron_llama.arch.flops import flops_per_token
@@ -102,15 +102,15 @@ def _measure_cells(
     with ProgressBar("train", "turns", turns) as bar:
         for (model, precision), able in cells.items():
             title, left = f"{model} {precision}", dict[str, str]()
-            settings = RoundSettings(
-                rounds=args.rounds,
-                steps=args.steps,
-                cold=args.cold,
+            results = run_rounds(
+                [(peer, pythons[peer.name], task) for peer, task in able],
+                args.rounds,
+                args.steps,
                 peak=lambda precision=precision: device.peak_flops(precision).flops,  # type: ignore[misc]
                 advance=lambda text, title=title: bar.show(next(done), f"{title}: {text}"),  # type: ignore[misc]
                 excluded=left,
+                cold=args.cold,
             )
-            results = run_rounds([(peer, pythons[peer.name], task) for peer, task in able], settings)
             excluded.update({f"{title} {name}": reason for name, reason in left.items()})
             if results:
                 shape = arguments.load_preset(model, args.layers).model

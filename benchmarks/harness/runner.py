@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
@@ -155,57 +155,57 @@ class RunningProgram:
         return ProgramFailed(f"{self.name} ended with status {status}:\n" + "\n".join(f"    {line}" for line in text))
 
 
-@dataclass(frozen=True)
-class RoundSettings:
-    """Number of turns and steps, and callbacks, for ``run_rounds``."""
+def run_rounds(
+    entries: Sequence[tuple[Peer, Path, TrainingTask]],
+    rounds: int,
+    steps: int,
+    *,
+    peak: Callable[[], float],
+    advance: Callable[[str], None],
+    excluded: dict[str, str],
+    cold: bool = False,
+) -> list[ProgramResult]:
+    """Start and warm up each program alone, then run them round-robin. Programs sleep in memory between turns.
 
-    rounds: int
-    """Turns of each program."""
-    steps: int
-    """Timed steps per turn."""
-    cold: bool
-    """Whether to start each program once with an empty compile cache first."""
-    peak: Callable[[], float]
-    """Measures matmul FLOP/s while all programs sleep."""
-    advance: Callable[[str], None]
-    """Receives the name of each task: rounds + 2 times per program."""
-    excluded: dict[str, str]
-    """Collects programs that fail or do different work, with the reason."""
-
-
-def run_rounds(entries: Sequence[tuple[Peer, Path, TrainingTask]], settings: RoundSettings) -> list[ProgramResult]:
-    """Start and warm up each program alone, then run them round-robin. Programs sleep in memory between turns."""
+    Args:
+        rounds: Turns of each program.
+        steps: Timed steps per turn.
+        peak: Measures matmul FLOP/s while all programs sleep.
+        advance: Receives the name of each task: rounds + 2 times per program.
+        excluded: Collects programs that fail or do different work, with the reason.
+        cold: Whether to start each program once with an empty compile cache first.
+    """
     running: list[tuple[RunningProgram, ProgramResult]] = []
     with ExitStack() as stack:
         for peer, python, task in entries:
             name = program_name(peer.name, task)
-            settings.advance(f"{name} starts")
+            advance(f"{name} starts")
             starts = []
             try:
-                if settings.cold:
+                if cold:
                     shutil.rmtree(task.cache, ignore_errors=True)
                     with RunningProgram(peer, python, task) as first:
                         starts.append(first.start)
                 program = stack.enter_context(RunningProgram(peer, python, task))
             except ProgramFailed as failure:
-                settings.excluded[name] = str(failure)
+                excluded[name] = str(failure)
                 continue
             if mismatches := find_mismatches(task, program.facts, program.first_loss, torch.__version__):
-                settings.excluded[name] = f"does different work: {'; '.join(mismatches)}"
+                excluded[name] = f"does different work: {'; '.join(mismatches)}"
                 continue
             starts.append(program.start)
             program.train(WARM_UP_STEPS)
             running.append((program, ProgramResult(name, program.task, program.facts, program.first_loss, starts)))
-        before = settings.peak()
-        for number in range(settings.rounds):
+        before = peak()
+        for number in range(rounds):
             for program, result in running:
-                settings.advance(f"{result.name}, round {number + 1}")
+                advance(f"{result.name}, round {number + 1}")
                 program.train(UNTIMED_STEPS)
-                measured = program.train(settings.steps)
-                after = settings.peak()
+                measured = program.train(steps)
+                after = peak()
                 result.turns.append(TurnMeasurement(**measured, peak_flops=(before + after) / 2))
                 before = after
         for program, result in running:
-            settings.advance(f"{result.name}, memory")
+            advance(f"{result.name}, memory")
             result.live_bytes = program.live_bytes()
     return [result for _, result in running]

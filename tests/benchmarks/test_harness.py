@@ -31,7 +31,7 @@ from benchmarks.harness.comparison import (
     find_mismatches,
 )
 from benchmarks.harness.environments import OURS, PEERS, NotInstalled, Peer, interpreter
-from benchmarks.harness.runner import RoundSettings, program_name, run_rounds
+from benchmarks.harness.runner import program_name, run_rounds
 from benchmarks.harness.task import Facts, Layout, TrainingTask, checksum
 from benchmarks.launches import Work, forecast
 from benchmarks.peers import train_ours
@@ -180,7 +180,7 @@ def test_turns_begin_with_an_untimed_step(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert task.optimizer["lr"] == 3e-4, "peers get the derived learning rate"
     entries = [(Peer(name, (), "nothing"), Path(sys.executable), task) for name in ("one", "other")]
 
-    results = run_rounds(entries, RoundSettings(2, 3, False, lambda: 1e9, lambda _: None, {}))
+    results = run_rounds(entries, 2, 3, peak=lambda: 1e9, advance=lambda _: None, excluded={})
     one_round = [("one", 1), ("one", 3), ("other", 1), ("other", 3)]
     assert trained == [("one", 2), ("other", 2), *one_round, *one_round]
     assert [len(turn.step_seconds) for result in results for turn in result.turns] == [3, 3, 3, 3]
@@ -200,8 +200,8 @@ def test_layouts_and_recompute_train_equally(tmp_path: Path) -> None:
     entries.append((Peer("broken", (), "no.such.module"), python, chosen[0]))
     excluded: dict[str, str] = {}
     progress: list[str] = []
-    settings = RoundSettings(2, 1, False, lambda: 1e9, progress.append, excluded)
-    one, eight, recomputed, tp, pp = run_rounds(entries, settings)
+    results = run_rounds(entries, 2, 1, peak=lambda: 1e9, advance=progress.append, excluded=excluded)
+    one, eight, recomputed, tp, pp = results
     assert "parameters: 1771200, not 1771201" in excluded[OURS]
     assert "No module named 'no'" in excluded["broken"]
     assert [one.name, eight.name, recomputed.name] == ["ours", "ours state_bits=8", "ours zero=3 recompute=full"]
