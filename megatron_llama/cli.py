@@ -185,10 +185,7 @@ def describe_recipe(recipe: Path) -> str:
 
 
 def parse_overrides(
-    overrides: Sequence[str],
-    context: ProcessContext | None = None,
-    subfolder: str | None = None,
-    resumes: bool = False,
+    overrides: Sequence[str], context: ProcessContext | None = None, subfolder: str | None = None, resumes: bool = False
 ) -> Config:
     """Return the config of a command line; ``resumes`` takes other settings from the run in ``run.dir``.
 

@@ -83,12 +83,7 @@ class Stored(ABC):
         """
 
     def read(
-        self,
-        name: str,
-        offset: Shape,
-        size: Shape,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str = HOST,
+        self, name: str, offset: Shape, size: Shape, dtype: torch.dtype | None = None, device: torch.device | str = HOST
     ) -> torch.Tensor:
         """Read one rectangle of a tensor; default dtype: the stored one. Raises CorruptFile."""
         tensor = self.tensors[name]

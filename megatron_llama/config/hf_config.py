@@ -71,11 +71,7 @@ _TYPES: dict[str, tuple[type, str]] = {
 NO_HF_BLOCKS = "Hugging Face's Llama has no block-sparse attention: an exported model would attend to all tokens"
 _ROPE_VALUES = tuple(field.name for field in fields(RopeScaling) if field.name != "rope_type")
 # Keys of config.json that change the architecture, and the only value that is supported.
-_ONLY: dict[str, Any] = {
-    "hidden_act": "silu",
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-}
+_ONLY: dict[str, Any] = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "quantization_config": None}
 
 TYING = "ensure_weight_tying"
 """PEFT's switch that trains tied embeddings as one weight."""

@@ -53,11 +53,7 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
     name: OptimizerRow(f"megatron_llama.optim.adam.build_{name}", _ADAM, unsigned_states=_ADAM[1:])
     for name in ("adamw", "adam")
 } | {
-    "sgd": OptimizerRow(
-        factory="megatron_llama.optim.low_precision.build_sgd",
-        states=("momentum_buffer",),
-        betas=1,
-    ),
+    "sgd": OptimizerRow(factory="megatron_llama.optim.low_precision.build_sgd", states=("momentum_buffer",), betas=1),
     "onebit_adam": OptimizerRow(
         factory="megatron_llama.optim.onebit_adam.build_onebit_adam",
         states=_ADAM,

@@ -116,12 +116,7 @@ class _NormalizeProjection(torch.autograd.Function):
 
 
 def norm_gradients(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    inverse: Tensor,
-    needs_weight: bool,
-    group: dist.ProcessGroup | None = None,
+    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, needs_weight: bool, group: dist.ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of x and weight; None for a frozen weight. ``inverse``: 1 / rms(x), fp32 [..., 1]."""
     quotient = x.float() * inverse

@@ -93,12 +93,7 @@ class StepPrinter:
         return "  ".join(parts)
 
     def summary(
-        self,
-        plan: Plan,
-        peak: Peak,
-        records: Sequence[Mapping[str, Any]],
-        samples: Sequence[str],
-        picture: Path | None,
+        self, plan: Plan, peak: Peak, records: Sequence[Mapping[str, Any]], samples: Sequence[str], picture: Path | None
     ) -> None:
         """Print loss, speed, generated samples and paths of output files."""
         lines = ["", *_result(plan, peak, records, self._start_step)]

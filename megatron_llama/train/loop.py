@@ -152,12 +152,7 @@ def finish(
 
 
 def training_step(
-    step: int,
-    plan: Plan,
-    model: ParallelModel,
-    optimizer: Optimizer,
-    batches: Batches | Prefetcher,
-    guard: StepGuard,
+    step: int, plan: Plan, model: ParallelModel, optimizer: Optimizer, batches: Batches | Prefetcher, guard: StepGuard
 ) -> dict[str, float]:
     """Run one optimizer step, counted from 1; return its metrics, equal on all ranks.
 

@@ -85,10 +85,7 @@ def trace_waits(waiting: WaitContext, *, compiled: bool) -> Iterator[None]:
 
 
 def _starting(
-    original: Callable[..., dist.Work],
-    method: str,
-    waiting: WaitContext,
-    started: WeakKeyDictionary[dist.Work, str],
+    original: Callable[..., dist.Work], method: str, waiting: WaitContext, started: WeakKeyDictionary[dist.Work, str]
 ) -> Callable[..., dist.Work]:
     def start(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
         if group.size() == 1:

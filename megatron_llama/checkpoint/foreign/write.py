@@ -87,12 +87,7 @@ class _Planner(dcp.DefaultSavePlanner):
     """A planner that reads a tensor when it is written."""
 
     def __init__(
-        self,
-        source: Stored,
-        names: Names,
-        dtype: torch.dtype,
-        size: int,
-        progress: Callable[[int, int], None] | None,
+        self, source: Stored, names: Names, dtype: torch.dtype, size: int, progress: Callable[[int, int], None] | None
     ) -> None:
         super().__init__()
         self._source, self._names, self._dtype, self._size, self._progress = source, names, dtype, size, progress

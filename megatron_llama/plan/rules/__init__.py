@@ -6,8 +6,5 @@ from megatron_llama.plan.rules import conflicts, data, finetune, layout, numeric
 from megatron_llama.plan.rules.rule import Rule
 
 MODULES = (layout, schedule, data, finetune, numerics)
-RULES = (
-    *conflicts.ROWS,
-    *(value for module in MODULES for value in vars(module).values() if isinstance(value, Rule)),
-)
+RULES = (*conflicts.ROWS, *(value for module in MODULES for value in vars(module).values() if isinstance(value, Rule)))
 """All rules, in the order of their messages."""

@@ -209,11 +209,7 @@ def pipeline_layers_add_up(config: Config, world_size: int) -> Iterator[Problem]
 
 
 @reads(
-    "trainer.global_batch_size",
-    "trainer.batch_schedule",
-    "trainer.micro_batch_size",
-    *BLOCK_SETTINGS,
-    "trainer.vpp",
+    "trainer.global_batch_size", "trainer.batch_schedule", "trainer.micro_batch_size", *BLOCK_SETTINGS, "trainer.vpp"
 )
 def batch_is_whole_micro_batches(config: Config, world_size: int) -> Iterator[Problem]:
     """Data-parallel ranks have the same number of micro batches; the interleaved schedule needs a multiple of pp."""
