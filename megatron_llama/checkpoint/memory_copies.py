@@ -47,6 +47,7 @@ from megatron_llama.system.files import path_exists, read_json, write_atomically
 from megatron_llama.system.object_store import Location
 from megatron_llama.system.signals import run_in_thread
 from megatron_llama.system.tables import gib
+from megatron_llama.system.ulimits import available_memory
 
 SLOTS = 2
 _FILE = re.compile(r"rank_(\d+)\.(\d)\.(json|safetensors)")
@@ -425,12 +426,8 @@ def _user_folder() -> Path:
 
 
 def _free_memory() -> int:
-    """Return the free bytes of the RAM disk, at most the available memory of the host."""
-    free = shutil.disk_usage(ram_disk()).free
-    with suppress(OSError):  # not Linux
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        free = min(free, int(lines["MemAvailable"].split()[0]) << 10)
-    return free
+    """Return the free bytes of the RAM disk, at most the available memory of the host and this container."""
+    return min(shutil.disk_usage(ram_disk()).free, *available_memory())
 
 
 def _size(path: Path) -> int:

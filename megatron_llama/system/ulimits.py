@@ -1,4 +1,4 @@
-"""Usable cores, and limits of the shell (``ulimit``): messages for too small limits, before or after the failure.
+"""Usable cores and memory, and limits of the shell (``ulimit``): messages for too small limits.
 
 Imports the standard library only.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import re
 import resource
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 MOST_FILES = 65536
 """Open files that a run allows itself."""
@@ -36,6 +37,39 @@ def usable_cores() -> list[int]:
     """Return the numbers of the CPU cores that this process may use; of all cores, if the system does not report it."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux
     return list(range(os.cpu_count() or 1)) if affinity is None else sorted(affinity(0))
+
+
+def memory_limits() -> Iterator[tuple[int, int]]:
+    """Yield limit and use of each control group of this process (container, batch job) with a limit, in bytes.
+
+    The use is without cached files, which the kernel drops when it needs memory.
+    """
+    groups = list[tuple[Path, str, str, str]]()
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or "memory" in controllers.split(","):
+                tree, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "")
+                if controllers:  # version 1
+                    tree, names = tree / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+                group = tree / path.lstrip("/")  # a container's own group may be the tree's root
+                groups += [(each, *names) for each in (group, *group.parents) if each.is_relative_to(tree)]
+    for group, most, current, prefix in groups:
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            limit, used = int((group / most).read_text()), 0
+            with suppress(OSError):
+                used = int((group / current).read_text())
+                facts = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines())
+                used -= sum(int(facts.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+            yield limit, used
+
+
+def available_memory() -> Iterator[int]:
+    """Yield the bytes that processes of this host and its control groups can still allocate. The least one counts."""
+    yield from (limit - used for limit, used in memory_limits())
+    with suppress(OSError):  # not Linux
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        yield int(lines["MemAvailable"].split()[0]) << 10
 
 
 def raise_file_limit() -> None:

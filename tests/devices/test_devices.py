@@ -26,6 +26,7 @@ from megatron_llama.plan import resolve
 from megatron_llama.plan.defaults_and_notes import choose_defaults
 from megatron_llama.plan.rules import RULES
 from megatron_llama.plan.rules.rule import check_rules
+from megatron_llama.system import ulimits
 from megatron_llama.tools.forecast import hardware
 from tests.config.helpers import make
 from tests.ranks import run_ranks
@@ -79,26 +80,37 @@ def test_without_a_driver_torch_is_not_called(monkeypatch: pytest.MonkeyPatch) -
     assert get_device("auto").name == "cpu"
 
 
+CACHED = "anon 7\nactive_file 268435456\ninactive_file 268435456\n"
+VERSION_1 = {"limit": "2147483648\n", "usage": "1073741824\n"}
+
+
 @pytest.mark.parametrize(
-    ("files", "expected"),
+    ("files", "mib", "free"),
     [
-        ({}, 4 << 30),
-        ({"memory.max": "1073741824\n"}, 1 << 30),
-        ({"memory.max": "max\n"}, 4 << 30),
-        ({"job/memory.max": "3221225472\n", "job/step/memory.max": "max\n"}, 3 << 30),
-        ({"memory/batch/memory.limit_in_bytes": "2147483648\n", "memory.max": "max"}, 2 << 30),
+        ({}, 4096, 2048),
+        ({"memory.max": "1073741824\n"}, 1024, 1024),
+        ({"memory.max": "1073741824\n", "memory.current": "805306368\n"}, 1024, 256),
+        ({"memory.max": "1073741824\n", "memory.current": "805306368\n", "memory.stat": CACHED}, 1024, 768),
+        ({"memory.max": "max\n", "memory.current": "805306368\n"}, 4096, 2048),
+        ({"job/memory.max": "3221225472\n", "job/step/memory.max": "max\n"}, 3072, 2048),
+        ({"job/memory.max": "3221225472\n", "job/memory.current": "2147483648\n"}, 3072, 1024),
+        ({"memory/batch/memory.limit_in_bytes": "2147483648\n", "memory.max": "max"}, 2048, 2048),
+        ({f"memory/memory.{name}_in_bytes": size for name, size in VERSION_1.items()}, 2048, 1024),
     ],
-    ids=["none", "a container's", "no limit", "of the group around it", "version 1"],
+    ids="none,container,used,cached,unlimited,parent,used parent,version 1,used version 1".split(","),
 )
-def test_cgroup_memory(files: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_of_a_control_group(
+    files: dict[str, str], mib: int, free: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     contents = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
     contents["proc/self/cgroup"] = "9:cpu,cpuacct:/\n4:memory:/batch\n0::/job/step\n"
+    contents["proc/meminfo"] = "MemFree:        7 kB\nMemAvailable:   2097152 kB\n"
     for name, text in contents.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(cpu, "Path", lambda name: tmp_path / name.lstrip("/"))
+    monkeypatch.setattr(ulimits, "Path", lambda name: tmp_path / name.lstrip("/"))
     monkeypatch.setattr(cpu.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 20}.__getitem__)
-    assert get_device("cpu").memory_bytes() == expected
+    assert get_device("cpu").memory_bytes() >> 20 == mib and min(ulimits.available_memory()) >> 20 == free
 
 
 def _free_bytes() -> int:

@@ -7,15 +7,12 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama.devices.base import INDUCTOR, Device, LazyModule, Peak
 from megatron_llama.devices.processor import best_matmul_rate, processor
-from megatron_llama.system.ulimits import usable_cores
+from megatron_llama.system.ulimits import memory_limits, usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +51,7 @@ class Cpu(Device):
 
     def memory_bytes(self) -> int:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return min([physical, *_memory_limits()])
+        return min([physical, *(limit for limit, _ in memory_limits())])
 
     def hardware(self) -> dict[str, str]:
         name = processor().get("model name")
@@ -159,23 +156,6 @@ def _tune_malloc(options: dict[int, int]) -> None:
 
 _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 """Unit of the peak resident set."""
-
-
-def _memory_limits() -> Iterator[int]:
-    """Yield the memory limits of this process's control groups (container, batch job) in bytes."""
-    root = Path("/sys/fs/cgroup")
-    files = [root / "memory.max"]  # a container sees its own group as the root
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            tree, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
-            group = tree / path.lstrip("/")
-            files += [each / name for each in (group, *group.parents) if each != tree and tree in each.parents]
-    for file in files:
-        with suppress(OSError, ValueError):  # no such file, or "max"
-            yield int(file.read_text())
 
 
 _SIZE = 1024
