@@ -37,7 +37,7 @@ from megatron_llama.checkpoint.tensor_source import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.data_settings import NewTokens
 from megatron_llama.config.settings import ALLOWED, CheckpointConfig
-from megatron_llama.config.stored_settings import checkpoint_folder, step_of
+from megatron_llama.config.stored_settings import checkpoint_folder, leaves_newest, step_of
 from megatron_llama.data.batches import Data
 from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
@@ -47,7 +47,7 @@ from megatron_llama.parallel.parallelize import init_magnitudes, init_token_rows
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import BatchSchedule
 from megatron_llama.system import phase
-from megatron_llama.system.object_store import Location, location
+from megatron_llama.system.object_store import Location
 from megatron_llama.system.wrapping import escape_controls
 from megatron_llama.topology import Topology
 
@@ -119,9 +119,7 @@ class Checkpointer:
         broadcast_from_rank_0(lambda: _check_fallback(settings, self.checkpoints))
         candidates: list[Location | MemoryCopy]
         candidates = [*broadcast_from_rank_0(lambda: resume_candidates(self.checkpoints, settings))]
-        resume, folder = settings.resume, self.checkpoints.absolute()
-        returns = resume == "never" or (resume != "auto" and location(resume).absolute().parent == folder)
-        if self.memory is not None and not returns:
+        if self.memory is not None and not leaves_newest(self.plan.config):
             # Stable: of the same step, the checkpoint on the disk comes first.
             candidates = sorted([*candidates, *self.memory.steps()], key=self._step_of, reverse=True)
         if self._lora:
@@ -144,9 +142,10 @@ class Checkpointer:
                 self._resumed = candidate
             elif candidate.parent == self.checkpoints:
                 self._saved = state.step
-                if resume == "auto" and self.topology.rank == 0:
-                    point_to(candidate)  # the run may end without another save
             self._restore(candidate, state)
+            if self._saved is not None and self.topology.rank == 0:
+                point_to(candidate)  # the run may end without another save
+            self._move_aside(state.step)
             return self.plan
         if failures:
             instead = "write checkpoint.resume=never to start from scratch (moves them aside), or an intact one's path"
@@ -156,11 +155,14 @@ class Checkpointer:
             self._start_from("finetune.adapter", self.plan.config.finetune.adapter, self._load_adapter)
         elif not self._lora and self.plan.config.init_from is not None:
             self._start_from("init_from", self.plan.config.init_from, self._load_weights)
-        if settings.resume == "never":  # last: a rejected start must not move them
-            moved = broadcast_from_rank_0(lambda: move_aside(self.checkpoints))
-            if moved is not None:
-                self._report(f"starting from scratch; moved the earlier checkpoints to {moved}")
+        self._move_aside()
         return self.plan
+
+    def _move_aside(self, after: int = -1) -> None:
+        """Move the checkpoints aside that checkpoint.resume leaves. Last: a rejected start must not move them."""
+        leaves = leaves_newest(self.plan.config)
+        if leaves and (moved := broadcast_from_rank_0(lambda: move_aside(self.checkpoints, after))):
+            self._report(moved)
 
     def after_step(
         self, step: int, stop: bool = False, val_loss: float | None = None, consumed_tokens: int | None = None

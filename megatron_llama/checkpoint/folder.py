@@ -35,6 +35,7 @@ from megatron_llama.system.files import (
     write_synced,
 )
 from megatron_llama.system.object_store import Location, RemotePath, location, missing_package
+from megatron_llama.system.tables import plural
 
 CLAIM = "publisher"
 """File in a partial folder, created by the rank that publishes it after a failure."""
@@ -183,12 +184,12 @@ def resume_candidates(checkpoints: Location, settings: CheckpointConfig) -> list
         raise ConfigError([problem]) from None
     if settings.resume == "auto":
         return saved
-    # A path gives the first start. A restart with the same command resumes from the run's newest checkpoint, unless the
-    # path is one of the run's checkpoints: then the run returns to it.
+    # A path gives the first start. The same command resumes from the run's newest checkpoint, unless the path is one of
+    # the run's checkpoints: then the run returns to it.
     chosen = location(settings.resume).absolute()
     if chosen.name in (POINTER, BEST) and chosen.is_file():
         chosen = _find(chosen)
-    return [chosen] if not saved or chosen.parent == checkpoints.absolute() else saved
+    return [checkpoints / chosen.name] if chosen.parent == checkpoints.absolute() else saved or [chosen]
 
 
 def clean(checkpoints: Path) -> None:
@@ -326,27 +327,34 @@ def _state_of(folder: Location) -> State | None:
         return None
 
 
-def move_aside(checkpoints: Location) -> Location | None:
-    """Rename a folder with checkpoints to ``checkpoints.N``; return the new path, or None without checkpoints."""
-    if not saved_steps(checkpoints):
-        return None
+def move_aside(checkpoints: Location, after: int = -1) -> str:
+    """Move the checkpoints after a step to a new folder ``checkpoints.N``; return a report, empty without any."""
+    if not (steps := [step for step in saved_steps(checkpoints) if step > after]):
+        return ""
     number = 1
     while _exists(aside := checkpoints.with_name(f"{checkpoints.name}.{number}")):
         number += 1
     if isinstance(checkpoints, RemotePath):
         files = {name for name in checkpoints.files() if name in (POINTER, BEST) or _is_in_checkpoint(name)}
-        names = files - _unpublished(checkpoints)
+        names = {name for name in files - _unpublished(checkpoints) if step_of(name.partition("/")[0]) > after}
         for name in sorted(names, key=lambda name: name.endswith(NAME)):
             (checkpoints / name).copy_to(checkpoints.with_name(aside.name) / name)
         checkpoints.delete_files(names)
-        return aside
-    try:
-        os.rename(checkpoints, str(aside))
-    except OSError as error:  # a mount point
-        rule = f"cannot rename {checkpoints} to {aside.name}: {error.strerror}"
-        instead = "move its checkpoints away, or write another run.dir=PATH"
-        raise ConfigError([Problem("checkpoint.resume", "never", rule, instead)]) from error
-    return aside
+    else:
+        pairs = [(checkpoints / folder_name(step), f"{aside}/{folder_name(step)}") for step in steps]
+        try:
+            if after >= 0:
+                os.mkdir(str(aside))
+            for source, target in pairs if after >= 0 else [(checkpoints, str(aside))]:
+                os.rename(source, target)
+        except OSError as error:  # a mount point
+            rule = f"cannot move checkpoints to {aside}: {error.strerror}"
+            instead = "move its checkpoints away, or write another run.dir=PATH"
+            raise ConfigError([Problem("run.dir", str(checkpoints.parent), rule, instead)]) from error
+    if (checkpoints / BEST).is_file():
+        point_to_best(checkpoints)
+    count = f"{len(steps)} {'earlier' if after < 0 else 'later'} {plural(len(steps), 'checkpoint')}"
+    return f"{'starting from scratch; ' if after < 0 else ''}moved {count} to {aside}"
 
 
 def _exists(path: Location) -> bool:

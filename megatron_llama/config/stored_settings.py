@@ -16,7 +16,7 @@ from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.config.settings import Config
 from megatron_llama.config.settings_table import FREE_DICT, get, sections, settings_by_name
 from megatron_llama.system.files import check_yaml, read_whole
-from megatron_llama.system.object_store import Location, RemotePath
+from megatron_llama.system.object_store import Location, RemotePath, location
 from megatron_llama.system.programs import conf_folders
 
 NAME = "config.yaml"
@@ -68,6 +68,12 @@ def checkpoint_folder(folder: Path, config: Config | None = None) -> Location:
     elif (folder / NAME).is_file() and b"://" in (folder / NAME).read_bytes():  # parsing takes time
         url = read_values(folder).get("checkpoint.dir")
     return folder / "checkpoints" if url is None else RemotePath(url)
+
+
+def leaves_newest(config: Config) -> bool:
+    """Return whether checkpoint.resume is ``never``, or one of the run's checkpoints. Neither applies to restarts."""
+    resume, folder = config.checkpoint.resume, checkpoint_folder(Path(str(config.run.dir)), config).absolute()
+    return resume == "never" or (resume != "auto" and location(resume).absolute().parent == folder)
 
 
 def stored_steps(folder: Path, config: Config | None = None) -> list[int]:

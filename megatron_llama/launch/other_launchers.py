@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from megatron_llama import event_hook
+from megatron_llama.config.stored_settings import leaves_newest
 from megatron_llama.launch.environment import ProcessContext, is_loopback
 from megatron_llama.launch.failure_cause import CONSEQUENCE_DELAY_SECONDS
 from megatron_llama.launch.host_checks import check_start
@@ -128,7 +129,7 @@ def _join_rendezvous(
         sys.stdout.flush()
         start = rendezvous.open(nodes, chosen, restarted)
     plan.config.run.dir = start.run_dir
-    if start.restarted and plan.config.checkpoint.resume == "never":  # "never" applies to the first start only
+    if start.restarted and leaves_newest(plan.config):
         plan.config.checkpoint.resume = "auto"
     os.environ[ATTEMPT] = start.attempt
     return rendezvous, local

@@ -64,6 +64,8 @@ class Start:
     """Last step in metrics.jsonl at the end."""
     status: int | None = None
     reason: str = ""
+    loaded: bool = False
+    """Whether rank 0 has loaded the state from which the run resumes."""
 
     @property
     def is_here(self) -> bool:
@@ -120,6 +122,13 @@ def command_of_process() -> str:
     return shlex.join([os.path.basename(sys.orig_argv[0]), *sys.orig_argv[1:]])
 
 
+def has_loaded(folder: Path) -> bool:
+    """Return whether the last start has loaded the state from which it resumed; True if that is unknown."""
+    with suppress(OSError, IndexError):
+        return read_starts(folder)[0][-1].loaded
+    return True
+
+
 def log_end(folder: Path, status: int, reason: str = "", *, is_last: bool = False) -> None:
     """Add the line of the end of the last start, and send the event.
 
@@ -151,7 +160,7 @@ def read_starts(folder: Path) -> tuple[list[Start], int]:
         if not math.isfinite(seconds) or not (event == START or (event in (LOADED, "end") and is_open)):
             invalid += 1
         elif event == LOADED:
-            starts[-1].step = step
+            starts[-1].step, starts[-1].loaded = step, True
         elif event == START:
             pid = record.get("pid")
             words = (record.get("command"), record.get("host"))

@@ -15,7 +15,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
 
-from megatron_llama.launch.start_log import note_restarts
+from megatron_llama.config.stored_settings import leaves_newest
+from megatron_llama.launch.start_log import has_loaded, note_restarts
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_RESTART
 from megatron_llama.system.signals import JOB_SIGNALS, announce_interrupt, handle_signals
@@ -150,7 +151,7 @@ def with_restarts(plan: Plan, start: Callable[[], int], received: Collection[int
         if status != EXIT_FAILED or received:
             return status
         report(f"\nRestart {restart} of {allowed}.\n")
-        if plan.config.checkpoint.resume == "never":  # "never" applies to the first start only
+        if leaves_newest(plan.config) and has_loaded(plan.run_dir):
             plan.config.checkpoint.resume = "auto"
     note_restarts(allowed, allowed)
     return start()

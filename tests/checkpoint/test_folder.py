@@ -210,9 +210,11 @@ def test_which_checkpoint_a_run_resumes_from(tmp_path: Path) -> None:
     # A restart with the same command resumes from the newest checkpoint of its run.
     assert candidates(other, second) == ["other/checkpoints/step_00000003"]
     assert candidates(checkpoints, "never") == []
-    assert run(1, tmp_path / "run", "checkpoint.resume=never", until=1).started_at == 0
-    assert saved_steps(checkpoints) == [1]
-    assert saved_steps(tmp_path / "run" / "checkpoints.1") == [5, 4, 2]  # nothing is lost
+    for resume, step, saved in ((second, 2, [3, 2]), ("never", 0, [1])):
+        assert run(1, tmp_path / "run", f"checkpoint.resume={resume}", until=step + 1).started_at == step
+        assert saved_steps(checkpoints) == saved
+    moved = [saved_steps(tmp_path / "run" / f"checkpoints.{number}") for number in (1, 2)]
+    assert moved == [[5, 4], [3, 2]], "nothing is lost"
 
 
 def test_card_of_an_exported_run(tmp_path: Path) -> None:

@@ -97,6 +97,9 @@ def test_retention_and_a_new_beginning(store: Store, tmp_path: Path, capsys: pyt
     assert "step 4" in (text := capsys.readouterr().out) and "step 3" in text
     assert _call(export_hf.main, ["export_hf.py", f"{url}.1/step_00000004", str(tmp_path / "hf")]) == 0
     assert (tmp_path / "hf" / "model.safetensors").exists()
+    back = (f"checkpoint.dir={url}.1", f"checkpoint.resume={url}.1/step_00000003")
+    assert run(1, tmp_path / "back", *back, NO_SAVE).started_at == 3
+    assert saved_steps(url.with_name("run.1")) == [3] and saved_steps(url.with_name("run.1.1")) == [4]
     assert _call(verify_checkpoint.main, ["verify_checkpoint.py", store.url("other")]) == 2
     assert "is not a checkpoint" in capsys.readouterr().err
 

@@ -28,6 +28,7 @@ from megatron_llama.launch.failure_cause import Report
 from megatron_llama.launch.rank import run_as_rank
 from megatron_llama.launch.start import run_here
 from megatron_llama.launch.start_log import RESTART_COUNTS, STARTS_FILE, Start, log_end, log_start, read_starts
+from megatron_llama.launch.supervise import with_restarts
 from megatron_llama.plan import Plan
 from megatron_llama.system.phase import PhaseFile
 from megatron_llama.train.metrics_file import note_loaded_step
@@ -88,6 +89,24 @@ def test_the_step_is_the_loaded_checkpoints(tmp_path: Path) -> None:
     assert (start.step, start.status) == (10, 0)
     note_loaded_step(tmp_path, 15)
     assert only(tmp_path) == start
+
+
+@pytest.mark.parametrize(
+    ("resume", "loads", "changes"),
+    [("never", True, True), ("never", False, False), ("{}/checkpoints/best", True, True), ("{}/best", True, False)],
+)
+def test_a_restart_resumes_from_the_newest_state(tmp_path: Path, resume: str, loads: bool, changes: bool) -> None:
+    plan, seen, first = plan_in(tmp_path, restarts=1), list[str](), resume.format(tmp_path)
+    plan.config.checkpoint.resume = first
+
+    def start() -> int:
+        seen.append(plan.config.checkpoint.resume)
+        log_start(plan)
+        if loads:
+            note_loaded_step(tmp_path, 10)
+        return 1
+
+    assert with_restarts(plan, start) == 1 and seen == [first, "auto" if changes else first]
 
 
 def test_a_killed_process_is_not_running(tmp_path: Path) -> None:
