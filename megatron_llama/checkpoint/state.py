@@ -42,7 +42,7 @@ def optimizer_states(optimizer: Optimizer, owned: bool = False) -> dict[str, Rec
     States are zero before the first step. With optim.state_bits=8 these are the codes, and
     ``optimizer.exp_avg.scale.model...`` are the scales per block.
     """
-    return _by_name((tensor for state in optimizer.states() for tensor in _tensors(*state)), owned)
+    return _by_name((tensor for state in optimizer.states() for tensor in _parts(*state)), owned)
 
 
 def load_converted(optimizer: Optimizer, stored: Stored) -> tuple[dict[str, Rectangles], int]:
@@ -55,15 +55,15 @@ def load_converted(optimizer: Optimizer, stored: Stored) -> tuple[dict[str, Rect
         in_8_bits = any(f"{STATES}{kind}{SCALE}.{rectangle.name}" in stored.tensors for rectangle in shard.rectangles)
         if in_8_bits == isinstance(state, BlockwiseState) or not shard.rectangles:
             continue
-        for name in _by_name(_tensors(kind, shard, state), owned=False):
+        for name in _by_name(_parts(kind, shard, state), owned=False):
             others.pop(name, None)
         if isinstance(state, BlockwiseState):
             values = torch.zeros(state.codes.shape, device=state.codes.device)
-            read += stored.load_into(_by_name(_tensors(kind, shard, values), owned=False))
+            read += stored.load_into(_by_name(_parts(kind, shard, values), owned=False))
             state[:] = values
         else:
             quantized = BlockwiseState(state, levels_on(state.device, signed=kind not in optimizer.row.unsigned_states))
-            read += stored.load_into(_by_name(_tensors(kind, shard, quantized), owned=False))
+            read += stored.load_into(_by_name(_parts(kind, shard, quantized), owned=False))
             state.copy_(quantized[:])
     return others, read
 
@@ -107,9 +107,7 @@ def load_extra_states(optimizer: Optimizer, states: Mapping[str, Rectangles]) ->
     optimizer.inner.load_extra_states({name.partition(".")[0]: held.parts[0][1] for name, held in states.items()})
 
 
-def _tensors(
-    kind: str, shard: Shard, state: torch.Tensor | BlockwiseState
-) -> Iterator[tuple[str, Shard, torch.Tensor]]:
+def _parts(kind: str, shard: Shard, state: torch.Tensor | BlockwiseState) -> Iterator[tuple[str, Shard, torch.Tensor]]:
     """Yield the tensors of a state for ``_by_name``: the state, or 8-bit codes and scales."""
     if not isinstance(state, BlockwiseState):
         yield f"{STATES}{kind}.", shard, state

@@ -485,9 +485,7 @@ class NewTokens:
     @property
     def settings(self) -> dict[str, list[str]]:
         """The settings that add these tokens, by name without ``data.``; empty ones are omitted."""
-        return {
-            name: [*tokens] for name, tokens in zip(TOKEN_SETTINGS, (self.plain, self.special), strict=True) if tokens
-        }
+        return {name: [*each] for name, each in zip(TOKEN_SETTINGS, (self.plain, self.special), strict=True) if each}
 
     def grow(self, file: Path) -> bytes:
         """Return the text of ``grow_content``, whose digest identifies the tokenizer in manifests of datasets."""

@@ -14,14 +14,7 @@ from typing import Any
 
 from megatron_llama.config.hub import INDEX, SINGLE, download_hint, resolve_hub_name, short_name
 from megatron_llama.config.problems import MOST_SHOWN, Problem, format_value, shorten, show_value
-from megatron_llama.config.rope import (
-    EXTENSIONS,
-    equal_values,
-    rope_from_hf,
-    rope_to_hf,
-    same_scaling,
-    unsupported_rope,
-)
+from megatron_llama.config.rope import EXTENSIONS, equal_values, rope_from_hf, rope_to_hf, same_rope, unsupported_rope
 from megatron_llama.config.settings import MODEL_TYPES, ModelConfig, RopeScaling
 from megatron_llama.config.settings_table import settings_by_name
 from megatron_llama.system.files import read_json
@@ -166,7 +159,7 @@ def compare_shapes(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tu
     if theirs.get("model_type", LLAMA) != LLAMA and window_from_hf(theirs) != ours["sliding_window"]:
         different["sliding_window"] = (ours["sliding_window"], window_from_hf(theirs))
     extends = (ours["rope_scaling"] or {}).get("rope_type") in EXTENSIONS
-    if not extends and not same_scaling(ours["rope_scaling"], flat["rope_scaling"]):
+    if not extends and not same_rope(ours["rope_scaling"], flat["rope_scaling"]):
         different["rope_scaling"] = (ours["rope_scaling"], flat["rope_scaling"])
     return different
 
@@ -175,7 +168,7 @@ def changes_of_base(model: ModelConfig, content: dict[str, Any]) -> dict[str, An
     """Return the settings, beyond its weights, that a fine-tuning run may change in the base model of this config.json,
     and their values if they differ."""
     base, ours = shape_from_hf(content), asdict(model)
-    changed = {} if same_scaling(ours["rope_scaling"], base["rope_scaling"]) else {"rope_scaling": rope_to_hf(model)}
+    changed = {} if same_rope(ours["rope_scaling"], base["rope_scaling"]) else {"rope_scaling": rope_to_hf(model)}
     if ours["sliding_window"] != base["sliding_window"]:
         changed["sliding_window"] = ours["sliding_window"]
     return changed

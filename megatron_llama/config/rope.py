@@ -94,7 +94,7 @@ def rope_to_hf(model: ModelConfig) -> dict[str, Any] | None:
     return {"rope_type": scaling.rope_type} | {key: value for key, value in values.items() if value is not None}
 
 
-def same_scaling(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> bool:
+def same_rope(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> bool:
     """Return whether two scalings have equal values. Missing keys have the defaults of ``RopeScaling``."""
     if not ours or not theirs:
         return not ours and not theirs

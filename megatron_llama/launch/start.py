@@ -343,7 +343,7 @@ def _kill(ranks: Sequence[Rank]) -> None:
     while not all(rank.ended for rank in running):
         for rank in running:
             rank.killed |= rank.poll() and rank.exit_code == -signal.SIGKILL
-        time.sleep(POLL_SECONDS / 10)
+        time.sleep(0.005)
 
 
 def _explain_bus_error(plan: Plan) -> str:

@@ -344,12 +344,10 @@ def _random_ltd(plan: Plan) -> Iterator[str]:
         yield _line("", f"{lengths[-1][1]:,} from step {lengths[-1][0]:,} on, {len(lengths)} lengths in all")
     model, finetune, span = plan.model, plan.config.finetune, pattern_of(plan.model).span(ltd.seq_length)
     stretches = list(ltd.sequences(steps, BatchSchedule.of(plan.config)))
-    spent = sum(count * with_random_ltd(model, span, finetune, retained).causal for retained, count in stretches)
+    used = sum(count * with_random_ltd(model, span, finetune, retained).causal for retained, count in stretches)
     whole = sum(count for _, count in stretches) * with_random_ltd(model, span, finetune, None).causal
     if whole:
-        yield _line(
-            "", f"{1 - spent / whole:.1%} fewer FLOPs in {steps:,} {plural(steps, 'step')} than with all tokens"
-        )
+        yield _line("", f"{1 - used / whole:.1%} fewer FLOPs in {steps:,} {plural(steps, 'step')} than with all tokens")
 
 
 def _readings(plan: Plan) -> list[str]:

@@ -22,14 +22,7 @@ from megatron_llama.checkpoint.tensor_source import CorruptFile
 from megatron_llama.config import ConfigError, ModelConfig, Problem
 from megatron_llama.config.hf_config import CONFIG, read_hf_config, shape_from_hf, unsupported_architecture
 from megatron_llama.config.problems import format_value, shorten, show_value
-from megatron_llama.config.rope import (
-    EXTENSIONS,
-    LLAMA3_CONTEXT,
-    equal_values,
-    is_number,
-    original_context,
-    same_scaling,
-)
+from megatron_llama.config.rope import EXTENSIONS, LLAMA3_CONTEXT, equal_values, is_number, original_context, same_rope
 from megatron_llama.system.files import check_yaml, read_whole
 
 MODEL = "model."
@@ -257,7 +250,7 @@ def check_model(folder: Path, model: ModelConfig, facts: Mapping[str, Any], *, r
         name = setting.removeprefix(MODEL)
         if name == "rope_scaling":
             extends = not resumes and not theirs and scaling and scaling["rope_type"] in EXTENSIONS
-            same = extends or same_scaling(scaling, theirs)
+            same = extends or same_rope(scaling, theirs)
         else:
             same = equal_values(ours[name], theirs)
         if not same:
