@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 from megatron_llama import event_hook, optional_tools
 from megatron_llama.system.errors import LaunchFailed, Stopped, machine_fault
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
+from megatron_llama.system.files import copies_folder, remove_orphans
 from megatron_llama.system.missing_packages import require_packages
 from megatron_llama.system.output import set_spill_folder, stdout_loss
 from megatron_llama.system.programs import CONF_DIR, conf_folders, name_commands, option_name
 from megatron_llama.system.rerun_command import note_command
 from megatron_llama.system.signals import ignore_signals
+from megatron_llama.system.tables import gib
 from megatron_llama.system.ulimits import check_run, raise_file_limit
 from megatron_llama.system.wrapping import fill, wrap
 
@@ -241,6 +243,8 @@ def _run(
     if config.dry_run:
         return _print_plan(plan) if is_first else _flush_output(), None
 
+    if freed := remove_orphans():
+        sys.stderr.write(f"freed {gib(freed)} in {copies_folder()}: copies in memory of deleted runs\n")
     from megatron_llama.launch.other_launchers import join
     from megatron_llama.launch.rank import TRAIN
     from megatron_llama.launch.run_dir import choose_run_dir

@@ -7,6 +7,7 @@ or without replicas on other ranks: a rank reads only its own file, and another 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -14,7 +15,6 @@ import secrets
 import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -28,22 +28,14 @@ import torch.distributed as dist
 from megatron_llama import devices
 from megatron_llama.checkpoint.folder import delete
 from megatron_llama.checkpoint.manifest import Manifest, State, manifest_body, read_manifest, with_checksum
-from megatron_llama.checkpoint.rank_files import (
-    Chunk,
-    Part,
-    describe_chunks,
-    hash_blocks,
-    part_header,
-    part_key,
-    part_name,
-)
+from megatron_llama.checkpoint.rank_files import Chunk, Part, describe_chunks, hash_blocks, part_header, part_key
 from megatron_llama.checkpoint.tensor_source import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.stored_settings import MEMORY_KEY
 from megatron_llama.devices.copy_stream import copy_stream, on_stream
 from megatron_llama.devices.private_folder import exposure, make_private
 from megatron_llama.parallel.groups import broadcast_from_rank_0, gather_objects, sync_errors
-from megatron_llama.system.files import path_exists, read_json, write_atomically
+from megatron_llama.system.files import copies_folder, own_folder, path_exists, read_json, write_atomically
 from megatron_llama.system.object_store import Location
 from megatron_llama.system.signals import run_in_thread
 from megatron_llama.system.tables import gib
@@ -178,6 +170,7 @@ class MemoryCopies:
         with _synced_errors(self.every):
             make_private(self._folder)
             self._clean(is_first)
+            self._lock = own_folder(self._folder, f"{self._register.checkpoints}/{MEMORY_KEY}") if is_first else None
         parts = _in_order(tensors)
         sizes = gather_objects(len(part_header(parts)[0]) + sum(part.nbytes for _, _, part in parts))
         files = {(rank, slot): sizes[rank] for rank in (self._rank, *self._sources) for slot in range(SLOTS)}
@@ -185,8 +178,10 @@ class MemoryCopies:
         by_rank = gather_objects((missing, sum(files.values())))
         missing, total = (sum(by_rank[rank][part] for rank in self._ranks_here) for part in range(2))
         with _synced_errors(self.every):
-            if is_first and missing > (free := _free_memory()):
-                raise OSError(0, f"{socket.gethostname()} has {gib(free)} free there, and needs {gib(missing)}")
+            free = min(shutil.disk_usage(copies_folder().parent).free, *available_memory())
+            if is_first and missing > free:
+                text = f"{socket.gethostname()} has {gib(free)} free there, and needs {gib(missing)}"
+                raise OSError(errno.ENOSPC, text)
         with _synced_errors(self.every):
             for (rank, slot), size in files.items():
                 self._reserve(rank, slot, size)
@@ -270,7 +265,7 @@ class MemoryCopies:
 
     @property
     def _folder(self) -> Path:
-        return _user_folder() / self._register.folder
+        return copies_folder() / self._register.folder
 
     @property
     def _ranks_here(self) -> list[int]:
@@ -278,7 +273,7 @@ class MemoryCopies:
         return [rank for rank, node in enumerate(self._nodes) if node == self._nodes[self._rank]]
 
     def _file(self, rank: int, slot: int, suffix: str = ".safetensors") -> Path:
-        return self._folder / part_name(rank, str(slot)).replace(".json", suffix)
+        return self._folder / f"rank_{rank:05d}.{slot}{suffix}"
 
     def _find_copies(self) -> dict[tuple[int, MemoryCopy], int]:
         """Return the slots of valid copies on this node, by rank and copy. Reports copies of more or fewer ranks."""
@@ -375,7 +370,7 @@ def forget_copies(checkpoints: Location) -> None:
 
 
 def _delete(register: Register, checkpoints: Location) -> None:
-    shutil.rmtree(_user_folder() / register.folder, ignore_errors=True)
+    shutil.rmtree(copies_folder() / register.folder, ignore_errors=True)
     if dist.get_rank() == 0:
         delete(checkpoints / MEMORY_KEY)
 
@@ -408,26 +403,12 @@ def _partners(nodes: Sequence[str]) -> list[int | None]:
 
 def _identify_node() -> str:
     """Return a text that identifies the RAM disk of this host. Raises OSError if it is missing or not private."""
-    status = os.stat(ram_disk())
-    make_private(_user_folder())
-    if (exposed := exposure(_user_folder())) is not None:
+    status = os.stat(copies_folder().parent)
+    make_private(copies_folder())
+    if (exposed := exposure(copies_folder())) is not None:
         raise OSError(0, f"{exposed[0]}; {exposed[1]}")
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{boot.read_text().strip() if boot.exists() else socket.gethostname()} {status.st_dev} {status.st_ino}"
-
-
-def ram_disk() -> Path:
-    """Return the folder of files in host memory; outside of Linux, the folder for temporary files."""
-    return Path("/dev/shm" if sys.platform == "linux" else tempfile.gettempdir())
-
-
-def _user_folder() -> Path:
-    return ram_disk() / f"megatron_llama-{os.getuid()}"
-
-
-def _free_memory() -> int:
-    """Return the free bytes of the RAM disk, at most the available memory of the host and this container."""
-    return min(shutil.disk_usage(ram_disk()).free, *available_memory())
 
 
 def _size(path: Path) -> int:
@@ -446,6 +427,7 @@ def _synced_errors(every: int) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            rule = f"cannot use {ram_disk()}: {error.strerror}"
-            instead = f"enlarge {ram_disk()} (mount -o remount,size=..., docker run --shm-size=...), or omit it"
+            disk, larger = copies_folder().parent, "mount -o remount,size=..., docker run --shm-size=... --memory=..."
+            instead = f"{f'enlarge {disk} ({larger})' if error.errno == errno.ENOSPC else 'correct that'}, or omit it"
+            rule = f"cannot use {disk}: {error.strerror}"
             raise ConfigError([Problem("checkpoint.memory_every_steps", every, rule, instead)]) from error

@@ -127,7 +127,7 @@ def _unusable(folder: Path) -> str | None:
 @cache
 def _temporary_folder(folder: str, reason: str) -> Path:
     """Create a private folder for one run of this process, and report it."""
-    temporary = process_folder("megatron_llama-compile-")
+    temporary = process_folder("compile-")
     sys.stderr.write(
         f"{SETTING}={folder}: {reason}.\n"
         f"This run compiles into {temporary} and removes it at its end,\n"

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     import yaml
 
 
+_PREFIX = "megatron_llama-"
+_OWNER = ".owner"
+"""File in a folder of ``own_folder``, which its owner locks: device number of the run's disk, and register."""
 DRAFT = ".draft"
 """Suffix of the temporary files of ``atomic_open``. A killed process leaves one behind."""
 
@@ -251,16 +254,53 @@ def unlock(file: IO[Any]) -> None:
     fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def process_folder(prefix: str) -> Path:
+def process_folder(name: str = "") -> Path:
     """Create a private temporary folder. It is removed when this process ends, not when a fork of it does."""
-    folder, owner = Path(tempfile.mkdtemp(prefix=prefix)), os.getpid()
+    folder, owner = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{name}")), os.getpid()
+    lock = own_folder(folder)
 
     def remove() -> None:
         if os.getpid() == owner:
             shutil.rmtree(folder, ignore_errors=True)
+            lock.close()
 
     atexit.register(remove)
     return folder
+
+
+def copies_folder() -> Path:
+    """Return this user's folder of copies in host memory; outside of Linux, in the folder for temporary files."""
+    return Path("/dev/shm" if sys.platform == "linux" else tempfile.gettempdir(), f"{_PREFIX}{os.getuid()}")
+
+
+def own_folder(folder: Path, register: str = "") -> IO[str]:
+    """Keep a folder from ``remove_orphans`` while the file RUN/checkpoints/REGISTER or the returned lock exists."""
+    device, file = -1, open(folder / _OWNER, "w", encoding="utf-8")
+    with contextlib.suppress(OSError, IndexError):  # a URL, or none
+        device = os.stat(Path(register).parents[2]).st_dev
+    try_lock(file)
+    file.write(f"{device} {register}")  # last: ``remove_orphans`` ignores an empty file
+    file.flush()
+    return file
+
+
+def remove_orphans() -> int:
+    """Remove this user's folders whose owners have ended and whose run was deleted; return the bytes of copies.
+
+    A run counts as deleted if the folder around it is on the same disk as before: a disk may not be mounted.
+    """
+    freed = 0
+    for folder in (*Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"), *copies_folder().glob("*")):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if os.lstat(folder).st_uid != os.getuid():
+                continue
+            with open(folder / _OWNER, encoding="utf-8") as file:
+                device, register = file.read().split(" ", 1)
+                mounted = not register or os.stat(Path(register).parents[2]).st_dev == int(device)
+                if mounted and not (register and os.path.exists(register)) and try_lock(file):
+                    freed += sum(path.lstat().st_blocks << 9 for path in folder.rglob("*") if register)
+                    shutil.rmtree(folder, ignore_errors=True)
+    return freed
 
 
 class FolderTaken(OSError):

@@ -18,6 +18,7 @@ from megatron_llama.checkpoint import memory_copies
 from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.tensor_source import CorruptFile
 from megatron_llama.devices.cpu.device import Cpu
+from megatron_llama.system import files
 from tests.checkpoint.runner import Job, Run, assert_same, flip, losses, run, with_each_step
 from tests.messages import raises_with_message
 from tests.processes import rank
@@ -43,7 +44,10 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nodes:
         folders = [tmp_path / f"node{number}" for number in range(2)]
         for folder in folders:
             folder.mkdir(exist_ok=True)
-        monkeypatch.setattr(memory_copies, "ram_disk", lambda: folders[int(os.environ["RANK"]) // per_node])
+        for module in (memory_copies, files):
+            monkeypatch.setattr(
+                module, "copies_folder", lambda: folders[int(os.environ.get("RANK", 0)) // per_node] / "x"
+            )
         return folders
 
     return divide
@@ -92,7 +96,7 @@ def copies(folder: Path, rank: int, step: int, ending: str = ".safetensors") -> 
 
 
 DAMAGES: dict[str, tuple[str, Callable[[list[Path]], object], int, str]] = {
-    "none": ("1 node", lambda nodes: None, 4, "resuming from the copy of step 4 in memory, step 4"),
+    "none": ("1 node", lambda nodes: None, 4, "resuming from the copy of step 4 in memory checkpoint: copies"),
     "flipped": ("1 node", lambda nodes: flip(copies(nodes[0], 1, 4)), 2, "wrong hash of"),
     "truncated": ("1 node", lambda nodes: os.truncate(copies(nodes[0], 0, 4), 99), 2, "has 99 of"),
     "a description flipped": ("1 node", lambda nodes: flip(copies(nodes[0], 1, 4, ".json")), 2, "the copy of step 2"),
@@ -222,8 +226,12 @@ def test_a_copied_run_folder_has_no_copies_but_a_moved_one_has(nodes: Nodes, tmp
     interrupt(2, tmp_path / "run", "trainer.tp=2", EVERY)
     shutil.copytree(tmp_path / "run", tmp_path / "copied")
     assert run(2, tmp_path / "copied", "trainer.tp=2", EVERY, until=2).started_at == 0
+    assert not files.remove_orphans()
     shutil.move(tmp_path / "run", tmp_path / "moved")
     assert run(2, tmp_path / "moved", "trainer.tp=2", EVERY, tamper=check_unregistered).started_at == 4
+    interrupt(2, tmp_path / "moved", "trainer.tp=2", EVERY)
+    shutil.rmtree(tmp_path / "moved")
+    assert files.remove_orphans() > 1 << 20 and not [*tmp_path.glob("node*/*/*")]
 
 
 def check_unregistered(checkpointer: Checkpointer) -> None:
@@ -265,8 +273,21 @@ def test_a_copy_that_fails_while_it_is_loaded_is_not_trained_on(nodes: Nodes, tm
         run(2, tmp_path / "run", "trainer.tp=2", EVERY, until=6, tamper=lambda each: setattr(each, "_fill", fails))
 
 
-def test_too_little_memory_is_refused(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "fault", "message"),
+    [
+        (
+            "available_memory",
+            Mock(return_value=[1 << 20]),
+            "1 MiB free there, and needs .*MiB instead enlarge .*, or omit it",
+        ),
+        ("make_private", Mock(side_effect=OSError(30, "Read-only")), ": Read-only instead correct that, or omit it"),
+    ],
+)
+def test_unusable_memory_is_refused(
+    name: str, fault: Mock, message: str, nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nodes(2)
-    monkeypatch.setattr(memory_copies, "_free_memory", lambda: 1 << 20)
-    with raises_with_message(RankFailed, r"memory_every_steps = 2 rule cannot use .*1 MiB free there, and needs .*MiB"):
+    monkeypatch.setattr(memory_copies, name, fault)
+    with raises_with_message(RankFailed, f"memory_every_steps = 2 rule cannot use .*{message}"):
         run(2, tmp_path / "run", "trainer.tp=2", EVERY, until=1)

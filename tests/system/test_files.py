@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,8 +33,11 @@ from megatron_llama.system.files import (
     atomic_folder,
     check_yaml,
     locked_folder,
+    own_folder,
+    process_folder,
     read_json,
     read_whole,
+    remove_orphans,
     scratch_folder,
     sha256_file,
     try_lock,
@@ -213,6 +218,41 @@ def test_a_failed_writer_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError), atomic_folder(tmp_path / "out"):
         write_atomically(tmp_path / "out" / "theirs", "theirs")
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
+
+
+@pytest.mark.parametrize(
+    ("state", "is_orphan"),
+    [("exists", False), ("deleted", True), ("locked", False), ("on another disk", False), ("unmounted", False)],
+)
+def test_orphaned_copies_are_removed(
+    state: str, is_orphan: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "copies_folder", lambda: tmp_path / "copies")
+    run, folder = tmp_path / "disk" / "run", tmp_path / "copies" / "0123"
+    write_atomically(run / "checkpoints" / "memory.json", "{}")
+    write_atomically(folder / "rank_00000.0.safetensors", bytes(1 << 20))
+    lock = own_folder(folder, f"{run}/checkpoints/memory.json")
+    if state != "locked":
+        lock.close()
+    if state != "exists":
+        shutil.rmtree(run.parent if state == "unmounted" else run)
+    if state == "on another disk":
+        (folder / ".owner").write_text(f"1{(folder / '.owner').read_text()}")
+    assert (remove_orphans() >= 1 << 20) == is_orphan != folder.exists()
+
+
+def test_temporary_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(files, "copies_folder", lambda: tmp_path / "none")
+    used = process_folder()
+    check_threads()
+    if (pid := os.fork()) == 0:
+        process_folder("compile-")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    (tmp_path / "megatron_llama-other").mkdir()
+    assert len([*tmp_path.glob("*")]) == 3 and remove_orphans() == 0
+    assert {*tmp_path.glob("*")} == {used, tmp_path / "megatron_llama-other"}
 
 
 def test_exposures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,4 +86,4 @@ def _prefix() -> Path:
 @cache
 def _folder(pid: int) -> Path:
     """Create the folder of this process for files that PyTorch does not remove."""
-    return process_folder("megatron_llama-")
+    return process_folder()
