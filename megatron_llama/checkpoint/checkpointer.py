@@ -343,7 +343,7 @@ class Checkpointer:
 
     def _restore(self, folder: Location | MemoryCopy, state: State) -> None:
         """Restore optimizer, data and plan; log changed settings."""
-        self._report(f"resuming from {folder}, step {state.step}")
+        self._report(f"resuming from {folder}{'' if isinstance(folder, MemoryCopy) else f', step {state.step}'}")
         for difference in self._differences:
             self._report(f"{difference}{', allowed' if difference.kind in ALLOWED else ''}")
         state = state if self.guard is None else self.guard.restore(state)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import yaml
 from megatron_llama.config.problems import ConfigError, Problem
 from megatron_llama.config.settings import Config
 from megatron_llama.config.settings_table import FREE_DICT, get, sections, settings_by_name
-from megatron_llama.system.files import check_yaml, read_whole
+from megatron_llama.system.files import check_yaml, copies_folder, read_json, read_whole
 from megatron_llama.system.object_store import Location, RemotePath, location
 from megatron_llama.system.programs import conf_folders
 
@@ -82,6 +83,16 @@ def stored_steps(folder: Path, config: Config | None = None) -> list[int]:
         return list_steps(checkpoint_folder(folder, config))
     except (OSError, ConfigError):
         return []
+
+
+def copied_steps(folder: Path, config: Config) -> set[int]:
+    """Return the steps of which this host has copies in memory of all ranks; none if they cannot be read."""
+    steps: dict[str, set[int]] = {}
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        register = read_json(checkpoint_folder(folder, config) / MEMORY_KEY)
+        for path in (copies_folder() / register["folder"]).glob("rank_*.json"):
+            steps.setdefault(path.name[:10], set()).add(int(read_json(path)["state"]["step"]))
+    return set.intersection(*steps.values()) if steps else set()
 
 
 def list_steps(checkpoints: Location) -> list[int]:

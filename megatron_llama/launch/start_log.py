@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_llama import event_hook
 from megatron_llama.config.problems import shorten
-from megatron_llama.config.stored_settings import stored_steps
+from megatron_llama.config.stored_settings import copied_steps, leaves_newest, stored_steps
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_RESTART, EXIT_USER
 from megatron_llama.train.metrics_file import (
@@ -53,7 +53,7 @@ class Start:
     time: float
     """Seconds since the epoch."""
     step: int | None = None
-    """Step from which the run resumed, 0 without a checkpoint. Before the load it is the newest checkpoint's step; None
+    """Step from which the run resumed, 0 without a checkpoint. Before the load it is the newest step; None
     if another folder's checkpoint is resumed."""
     command: str = ""
     host: str = ""
@@ -104,7 +104,8 @@ def log_start(plan: Plan) -> None:
         cause = {"status": last.status, "reason": last.reason}
     resume = plan.config.checkpoint.resume
     saved = [] if resume == "never" else stored_steps(plan.run_dir, plan.config)
-    step = saved[0] if saved else 0 if resume in ("auto", "never") else None
+    saved += [] if leaves_newest(plan.config) else sorted(copied_steps(plan.run_dir, plan.config))
+    step = max(saved) if saved else 0 if resume in ("auto", "never") else None
     command = os.environ.get(STARTED) or command_of_process()
     line = {"event": START, "time": round(time.time(), 3), "step": step, "command": shorten(command)}
     try:

@@ -21,7 +21,7 @@ import torch
 
 import tests.warm  # noqa: F401  before the first fork
 from megatron_llama import cli
-from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config import ConfigError, Problem, stored_settings
 from megatron_llama.launch import rank
 from megatron_llama.launch import start as start_module
 from megatron_llama.launch.failure_cause import Report
@@ -30,6 +30,7 @@ from megatron_llama.launch.start import run_here
 from megatron_llama.launch.start_log import RESTART_COUNTS, STARTS_FILE, Start, log_end, log_start, read_starts
 from megatron_llama.launch.supervise import with_restarts
 from megatron_llama.plan import Plan
+from megatron_llama.system.files import write_atomically
 from megatron_llama.system.phase import PhaseFile
 from megatron_llama.train.metrics_file import note_loaded_step
 from tests.processes import MakeLauncher, plan_of, run_train_py, save_and_leave, wait_until, without_plan
@@ -66,8 +67,18 @@ def test_a_start_and_its_end(tmp_path: Path) -> None:
     assert (tmp_path / STARTS_FILE).stat().st_mode & 0o077 == 0, "a command is the user's"
 
 
-@pytest.mark.parametrize(("resume", "step"), [("auto", 0), ("never", 0), ("runs/other", None)])
-def test_the_step_of_a_first_start(tmp_path: Path, resume: str, step: int | None) -> None:
+@pytest.mark.parametrize(
+    ("resume", "copied", "step"),
+    [("auto", [], 0), ("never", [4, 2, 4, 2], 0), ("runs/other", [], None), ("auto", [2, 4, 6, 4], 4)],
+)
+def test_the_step_of_a_first_start(
+    tmp_path: Path, resume: str, copied: list[int], step: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_settings, "copies_folder", lambda: tmp_path)
+    write_atomically(tmp_path / "checkpoints/memory.json", '{"folder": "copies"}')
+    for number, each in enumerate(copied):
+        path = tmp_path / f"copies/rank_{number // 2:05d}.{number % 2}.json"
+        write_atomically(path, f'{{"state": {{"step": {each}}}}}')
     plan = plan_in(tmp_path)
     plan.config.checkpoint.resume = resume
     log_start(plan)
