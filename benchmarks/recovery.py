@@ -23,6 +23,7 @@ from pathlib import Path
 
 from benchmarks.results import ROOT, command_line, conditions, publish
 from megatron_llama.launch.start_log import read_starts
+from megatron_llama.system.files import remove_orphans, wait_for_lock
 from megatron_llama.system.phase import read_phase
 from megatron_llama.system.tables import markdown_table
 
@@ -123,13 +124,10 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.launcher.kill()  # its ranks end with it
+        self.launcher.kill()
         self.launcher.wait()
-
-    @property
-    def pid(self) -> int:
-        """Process id of the launcher."""
-        return self.launcher.pid
+        with (self.folder / ".lock").open() as file:
+            wait_for_lock(file)  # until its ranks have ended too
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -138,7 +136,8 @@ class Run:
 
     def ranks(self) -> list[int]:
         """Return the process ids of the ranks."""
-        return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()][:RANKS]
+        pid = self.launcher.pid
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()][:RANKS]
 
     def poll(self, ready: Callable[[], object], may_end: bool = False) -> None:
         """Wait until ``ready()``. Raises RuntimeError after LIMIT_SECONDS, or if the launcher has ended."""
@@ -153,7 +152,7 @@ class Run:
         newest = self.checkpoints[-1:]
 
         def is_training() -> bool:
-            phases, saved = list(read_phases(self.pid).values())[-RANKS:], self.checkpoints
+            phases, saved = list(read_phases(self.launcher.pid).values())[-RANKS:], self.checkpoints
             if len(saved) < 2 or saved[-1:] == newest or any((self.folder / "checkpoints").glob(".step_*")):
                 return False
             return all(name == f"step {int(saved[-1].name[5:]) + 2}" for name in phases)
@@ -187,9 +186,9 @@ FAULTS = {
     "rank killed": Fault(kill_rank),
     "hang": Fault(lambda run: os.kill(run.ranks()[1], signal.SIGSTOP)),
     "rank killed, newest checkpoint damaged": Fault(kill_rank_and_damage),
-    "launcher killed": Fault(lambda run: os.kill(run.pid, signal.SIGKILL), relaunches=True),
+    "launcher killed": Fault(lambda run: os.kill(run.launcher.pid, signal.SIGKILL), relaunches=True),
     "rank killed, copies in memory": Fault(kill_rank, overrides=("checkpoint.memory_every_steps=1",)),
-    "SIGTERM": Fault(lambda run: os.kill(run.pid, signal.SIGTERM), relaunches=True),
+    "SIGTERM": Fault(lambda run: os.kill(run.launcher.pid, signal.SIGTERM), relaunches=True),
     "loss spike, rewind": Fault(None, overrides=(*REWINDS, "trainer.spike_rewinds=1000")),
 }
 
@@ -198,16 +197,16 @@ def measure(run: Run, fault: Fault) -> list[float]:
     """Inject the fault into a training run; return the seconds of its parts and their sum."""
     old, ranks, starts = set[int](), list[int](), run.starts
     if fault.inject is None:
-        run.poll(lambda: any(name.startswith("rewinding") for name in read_phases(run.pid).values()))
+        run.poll(lambda: any(name.startswith("rewinding") for name in read_phases(run.launcher.pid).values()))
     else:
         run.wait_for_steps()
-        old, ranks = set(read_phases(run.pid)), run.ranks()
+        old, ranks = set(read_phases(run.launcher.pid)), run.ranks()
     timeline = Timeline(time.time())
     if fault.inject is not None:
         fault.inject(run)
 
     def is_over() -> bool:
-        now, phases = time.time(), read_phases(run.pid)
+        now, phases = time.time(), read_phases(run.launcher.pid)
         reacts = any(phases[rank].startswith(REACTIONS) for rank in old & phases.keys())
         if not ranks or reacts or any(map(is_gone, ranks)):
             timeline.reach(STOP, now)
@@ -216,7 +215,7 @@ def measure(run: Run, fault: Fault) -> list[float]:
             if fault.relaunches and run.starts == starts:
                 run.start()
         if run.starts > starts:  # the launcher imports torch for its ranks, after the line of the start
-            times = [each.time for each in read_starts(run.folder)[0] if each.pid == run.pid]
+            times = [each.time for each in read_starts(run.folder)[0] if each.pid == run.launcher.pid]
             timeline.times |= dict.fromkeys([IMPORTS] * len(times), max(times, default=now))
         timeline.note_phases({rank: name for rank, name in phases.items() if rank not in old}, now)
         return DONE in timeline.times
@@ -248,6 +247,7 @@ def run(args: argparse.Namespace) -> int:
                     repeats.append(measure(training, fault))
                     seconds = " ".join(f"{part:.2f}" for part in repeats[-1])
                     print(f"{name} {repeat + 1}: {seconds}", file=sys.stderr, flush=True)
+    remove_orphans()  # copies in memory
     mode = "compiled, with a filled cache" if args.compile else "eager"
     lines = ["# Recovery from faults\n", f"{conditions()}\n", f"    {command_line()}\n"]
     publish("\n".join([*lines, f"Seconds, {mode}:\n", *table(results)]) + "\n", args.write)
