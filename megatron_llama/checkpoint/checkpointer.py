@@ -338,7 +338,7 @@ class Checkpointer:
             self.bytes_read = read + foreign.tensors.load_into(contents.weights(self.model.trained) | states)
             self._origin = None, dtype_of(foreign.tensors)
         for part in foreign.missing:
-            self._report(f"{foreign.tensors.folder} lacks {part}")
+            self._report(f"{foreign.folder} lacks {part}")
         return replace(state, dtype=self._origin[1])
 
     def _restore(self, folder: Location | MemoryCopy, state: State) -> None:

@@ -20,8 +20,8 @@ from megatron_llama.arch.foreign_tensor_layouts import megatron_names, torchtita
 from megatron_llama.arch.hf_tp_mapping import hf_shapes
 from megatron_llama.checkpoint.foreign.detect import open_foreign, resumed_state
 from megatron_llama.checkpoint.foreign.source_settings import read_arguments
-from megatron_llama.checkpoint.foreign.tensors import Foreign, ForeignTensors, moment_names
-from megatron_llama.checkpoint.foreign.torch_folders import STATE_NAMES, model_prefix, names_in
+from megatron_llama.checkpoint.foreign.tensors import Foreign
+from megatron_llama.checkpoint.foreign.torch_folders import naming
 from megatron_llama.config import ConfigError
 from tests.checkpoint.runner import make_plan, rejection, run
 from tests.checkpoint.source_settings import BETAS, DECAY, EPS, LR, SETTINGS, UNTIED, our_model
@@ -96,10 +96,8 @@ def test_each_key_of_megatron_core_is_listed() -> None:
     """Switches of other models are not listed: they are rejected when they are on."""
     unlisted = []
     for field in fields(TransformerConfig):
-        try:
-            read_arguments(Foreign("", ForeignTensors(Path(), {}, {})), {field.name: "on"}, Path())
-        except ConfigError as error:
-            unlisted += [field.name] if "is unknown here" in str(error) else []
+        read_arguments(source := Foreign("", Path()), {field.name: "on"})
+        unlisted += [field.name for problem in source.problems if "is unknown here" in problem.rule]
     assert unlisted == ["is_hybrid_model"]
 
 
@@ -124,9 +122,10 @@ def test_only_padding_is_omitted(rows: int, size: int, arguments: dict[str, int]
 @pytest.mark.parametrize("prefix", ["model.", "module.", "model.module."])
 def test_moments_may_lack_the_prefix_of_weights(prefix: str) -> None:
     plain = [*hf_shapes(our_model())]
-    names = names_in(Path(), our_model(), {prefix + name for name in plain})
-    exp_avg = moment_names(STATE_NAMES, (), model_prefix(names))["exp_avg"]
-    assert [exp_avg(prefix + name) for name in plain] == [f"optimizer.state.{name}.exp_avg" for name in plain]
+    _, found, _ = naming(Path(), {prefix + name for name in plain})
+    source = Foreign("", Path(), states="optimizer.state.{name}.{kind}", prefix=found)
+    names = [source.state_of("exp_avg", prefix + name) for name in plain]
+    assert names == [f"optimizer.state.{name}.exp_avg" for name in plain]
 
 
 def test_tensors_that_the_model_lacks_are_rejected(tmp_path: Path) -> None:

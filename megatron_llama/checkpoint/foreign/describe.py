@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megatron_llama.arch import recognize_format as formats
-from megatron_llama.checkpoint.foreign import megatron
-from megatron_llama.checkpoint.foreign.dcp_files import DcpFolder, open_dcp
-from megatron_llama.checkpoint.foreign.source_settings import read_config_json
-from megatron_llama.checkpoint.foreign.tensors import MOMENTS, NO_SETTINGS, Foreign, ForeignTensors, weight_names
-from megatron_llama.checkpoint.foreign.torch_files import READERS
-from megatron_llama.checkpoint.foreign.torch_folders import OPTIMIZER_FILE, STATE_NAMES, open_parts, read_trainer_files
-from megatron_llama.checkpoint.foreign.unpickle import load_pickle
+from megatron_llama.checkpoint.foreign.detect import read_foreign
+from megatron_llama.checkpoint.foreign.tensors import Foreign
 from megatron_llama.checkpoint.hf_folder import all_tensors
 from megatron_llama.checkpoint.manifest import read_manifest
 from megatron_llama.checkpoint.rank_files import STATES
@@ -57,20 +51,19 @@ def describe(folder: Path) -> Description:
         rule = "there is no such folder" if not folder.exists() else "has no checkpoint of a known format"
         raise ConfigError([Problem("PATH", str(folder), rule, "name the folder of a checkpoint, or of a run")])
     result = Description(recognized.folder, formats.LABELS[recognized.format])
-    source = Foreign(recognized.format, ForeignTensors(recognized.folder, {}, {}))
-    readers = {
-        formats.OURS: _ours,
-        formats.HF: _hf,
-        formats.TRAINER: _trainer,
-        formats.TORCH_DIST: _torch_dist,
-        formats.RANKS: _ranks,
-        **dict.fromkeys((formats.FSDP, formats.DCP), _dcp),
-    }
-    readers.get(recognized.format, _torch_files)(result, source)
+    if recognized.format == formats.OURS:
+        _ours(result)
+    if recognized.format == formats.HF:
+        tensors = all_tensors(result.folder)
+        _weights(result, tensors, len({tensor.file for tensor in tensors.values()}))
+    if recognized.format in (formats.HF, formats.TRAINER):
+        _hf_files(result)
+    if recognized.is_foreign:
+        _foreign(result, read_foreign(recognized))
     return result
 
 
-def _ours(result: Description, source: Foreign) -> None:
+def _ours(result: Description) -> None:
     manifest = read_manifest(result.folder)
     state, tensors = manifest.state, manifest.stored.tensors
     weights = {n: t for n, t in tensors.items() if not n.startswith((STATES, "random."))}
@@ -86,9 +79,8 @@ def _ours(result: Description, source: Foreign) -> None:
         result.missing.append("optimizer states")
 
 
-def _hf(result: Description, source: Foreign) -> None:
-    tensors = all_tensors(result.folder)
-    _weights(result, tensors, len({tensor.file for tensor in tensors.values()}))
+def _hf_files(result: Description) -> None:
+    """Describe the files of a Hugging Face folder beside its weights."""
     if not (result.folder / "config.json").is_file():
         result.missing.append("config.json: write the model's settings")
     else:
@@ -100,100 +92,21 @@ def _hf(result: Description, source: Foreign) -> None:
         result.missing.append("a tokenizer")
 
 
-def _trainer(result: Description, source: Foreign) -> None:
-    _hf(result, source)
-    read_config_json(source, result.folder)
-    path = result.folder / OPTIMIZER_FILE
-    content = load_pickle(path, path) if path.is_file() else {}
-    states = content.get("state") if isinstance(content, dict) else None
-    states = states if isinstance(states, dict) else {}
-    complete = sum(1 for state in states.values() if isinstance(state, dict) and set(MOMENTS) <= state.keys())
-    _moments(result, complete, len(states))
-    read_trainer_files(source, result.folder)
-    _progress(result, source)
-    result.missing += source.missing + ["the position in the data, which the format does not store"]
-
-
-def _torch_dist(result: Description, source: Foreign) -> None:
-    dcp = open_dcp(result.folder)
-    common = megatron.read_common(dcp)
-    _dcp_weights(result, dcp)
-    weights, pattern = weight_names(dcp.tensors), megatron.STATE_NAMES
-    if not _count_moments(dcp, weights, pattern):  # NeMo 2 may omit the prefix of the weights
-        weights = [name.removeprefix("module.") for name in weights]
-    _moments(result, _count_moments(dcp, weights, pattern), len(weights))
-    _settings(result, source, common)
-    megatron.read_train_state(source, result.folder)
-    _progress(result, source)
-    result.missing += source.missing
-
-
-def _ranks(result: Description, source: Foreign) -> None:
-    files = formats.rank_folders(result.folder)
-    contents = {rank: megatron.load_dict(path) for rank, path in sorted(files.items())}
-    tensor_ranks, stages = (1 + max(rank[axis] for rank in files) for axis in (0, 1))
-    result.rows.append(("files", f"{len(files)} of {tensor_ranks} tensor-parallel ranks and {stages} stages"))
-    values = sum(t.numel() for r, c in contents.items() for t in megatron.weights_of_rank(c, files[r]).values())
-    result.rows.append(("weights", f"{values:,} values, including copies of norms"))
-    _settings(result, source, contents[min(contents)])
-    _progress(result, source)
-    result.missing += source.missing
-    if len(files) < tensor_ranks * stages:
-        result.missing.append(f"files of {tensor_ranks * stages - len(files)} ranks")
-    result.missing.append("Adam's moments (this format is read for its weights only)")
-
-
-def _dcp(result: Description, source: Foreign) -> None:
-    dcp, states = open_parts(result.folder)
-    _dcp_weights(result, dcp)
-    names = set(weight_names(dcp.tensors))
-    if source.format == formats.FSDP:
-        names = {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in states.tensors if ".state." in key}
-    _moments(result, _count_moments(states, names, STATE_NAMES), len(names))
-    read_config_json(source, result.folder)
-    source.step = megatron.integer(dcp.value("train_state.step"), dcp.value("step"))
-    position = "the position in the data (torchtitan's dataloader is not read)"
-    if source.format == formats.FSDP:
-        read_trainer_files(source, result.folder)
-        position = "the position in the data, which the format does not store"
-    _progress(result, source)
-    result.missing += [*source.missing, position]
-
-
-def _torch_files(result: Description, source: Foreign) -> None:
-    try:
-        sources, source = READERS[source.format](result.folder)
-    except ConfigError as error:
-        result.missing.append(error.problems[0].rule)
-        return
-    weights = {name: tensor for name, tensor in sources.items() if not name.startswith(MOMENTS)}
-    _weights(result, weights, len({chunk.file for tensor in sources.values() for chunk in tensor.chunks}))
-    if source.format == formats.DEEPSPEED:
-        _moments(result, sum(all(f"{kind}.{name}" in sources for kind in MOMENTS) for name in weights), len(weights))
-        _progress(result, source)
-    elif not source.has_settings:
-        result.missing.append(NO_SETTINGS)
-    result.missing += source.missing
-
-
-def _settings(result: Description, source: Foreign, content: Mapping[str, Any]) -> None:
-    """Read Megatron's settings. A model that is not supported is a missing part."""
-    try:
-        megatron.describe_source(source, content, result.folder)
-    except ConfigError as error:
-        result.missing.append(error.problems[0].rule)
-
-
-def _count_moments(dcp: DcpFolder, names: Collection[str], pattern: str) -> int:
-    """Return how many of the weights ``names`` have all moments, whose names have this pattern."""
-    keys = [[pattern.format(kind=kind, name=name) for kind in MOMENTS] for name in names]
-    return sum(dcp.tensors.keys() >= set(both) for both in keys)
-
-
-def _dcp_weights(result: Description, dcp: DcpFolder) -> None:
-    names = weight_names(dcp.tensors)
-    files = {chunk.file for name in names for chunk in dcp.tensors[name].chunks}
-    _weights(result, {name: dcp.tensors[name] for name in names}, len(files))
+def _foreign(result: Description, source: Foreign) -> None:
+    """Describe another program's checkpoint. A model that is not supported is a missing part."""
+    weights = source.weights
+    _weights(result, weights, len({chunk.file for tensor in weights.values() for chunk in tensor.chunks}))
+    if source.states:
+        result.rows.append(("optimizer", f"Adam's moments of {source.moments} of {len(weights)} tensors"))
+    for label, value in (("step", source.step), ("samples", source.samples), ("learning rate", source.lr)):
+        if value is not None:
+            result.rows.append((label, f"{value:,}" if isinstance(value, int) else f"{value:g}"))
+    if source.facts:
+        facts = [f"{name}={format_value(value).replace(', ', ',')}" for name, value in source.facts.items()]
+        result.rows.append(("settings", " ".join(facts)))
+    result.missing += [*source.missing, *(problem.rule for problem in source.problems)]
+    if not weights or source.moments < len(weights):
+        result.missing.append(f"{source.without_moments}: the checkpoint serves init_from, not checkpoint.resume")
 
 
 def _weights(result: Description, tensors: Mapping[str, StoredTensor], files: int) -> None:
@@ -210,22 +123,3 @@ def _weights(result: Description, tensors: Mapping[str, StoredTensor], files: in
         absent = [number for number in range(max(numbers)) if number not in numbers]
         more = f" and {len(absent) - 8} more" if len(absent) > 8 else ""
         result.missing.append(f"layers {', '.join(map(str, absent[:8]))}{more}")
-
-
-def _moments(result: Description, complete: int, expected: int) -> None:
-    result.rows.append(("optimizer", f"Adam's moments of {complete} of {expected} tensors"))
-    if not expected or complete < expected:
-        result.missing.append("Adam's moments of all tensors: the checkpoint serves init_from, not checkpoint.resume")
-
-
-def _progress(result: Description, source: Foreign) -> None:
-    for label, value in (("step", source.step), ("samples", source.samples), ("learning rate", source.lr)):
-        if value is not None:
-            result.rows.append((label, f"{value:,}" if isinstance(value, int) else f"{value:g}"))
-    if source.step is None:
-        result.missing.append("the step")
-    if not source.has_settings:
-        result.missing.append(NO_SETTINGS)
-    if source.facts:
-        facts = [f"{name}={format_value(value).replace(', ', ',')}" for name, value in source.facts.items()]
-        result.rows.append(("settings", " ".join(facts)))

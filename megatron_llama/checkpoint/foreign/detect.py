@@ -1,23 +1,23 @@
 """Open a checkpoint of any other program, and the state from which a run resumes.
 
-``open_foreign`` chooses the reader by arch/recognize_format.py. ``resumed_state`` turns step and position into the
-state that our checkpoints have, and reports the settings that differ from the source's.
+``read_foreign`` chooses the reader by arch/recognize_format.py, and ``open_foreign`` maps what it has read to a model.
+``resumed_state`` turns step and position into the state that our checkpoints have, and reports the settings that differ
+from the source's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from megatron_llama.arch import recognize_format as formats
 from megatron_llama.checkpoint.changed_settings import LOGGED, Difference, check_allowed, kinds
-from megatron_llama.checkpoint.foreign.megatron import open_ranks, open_torch_dist
+from megatron_llama.checkpoint.foreign.megatron import read_ranks, read_torch_dist
 from megatron_llama.checkpoint.foreign.source_settings import MODEL, check_model
-from megatron_llama.checkpoint.foreign.tensors import MOMENTS, NO_SETTINGS, Foreign
-from megatron_llama.checkpoint.foreign.torch_files import READERS, open_torch_files
-from megatron_llama.checkpoint.foreign.torch_folders import open_dcp_folder, open_trainer
+from megatron_llama.checkpoint.foreign.tensors import MOMENTS, NO_SETTINGS, Foreign, map_tensors
+from megatron_llama.checkpoint.foreign.torch_files import read_deepspeed, read_litgpt, read_meta
+from megatron_llama.checkpoint.foreign.torch_folders import read_dcp, read_fsdp, read_trainer
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import ConfigError, ModelConfig, Problem
 from megatron_llama.config.rope import equal_values
@@ -28,10 +28,33 @@ from megatron_llama.plan import Plan
 
 _ORDER = ("trainer.seed", "data.seq_length", "data.split")
 """Settings that determine Megatron's order of samples."""
+_READERS: dict[str, Callable[[Path], Foreign]] = {
+    formats.TORCH_DIST: read_torch_dist,
+    formats.RANKS: read_ranks,
+    formats.TRAINER: read_trainer,
+    formats.FSDP: read_fsdp,
+    formats.DCP: read_dcp,
+    formats.DEEPSPEED: read_deepspeed,
+    formats.META: read_meta,
+    formats.LITGPT: read_litgpt,
+}
+
+
+def read_foreign(recognized: formats.Recognized) -> Foreign:
+    """Read a checkpoint of another program, without a config of its model.
+
+    Raises:
+        ConfigError: A Trainer's folder has no weights, or quantized ones.
+        CorruptFile: The folder is damaged or malicious.
+    """
+    foreign = _READERS[recognized.format](recognized.folder)
+    foreign.missing += ["the step"] if foreign.states and foreign.step is None else []
+    foreign.missing += [] if foreign.has_settings else [NO_SETTINGS]
+    return foreign
 
 
 def open_foreign(folder: Path, model: ModelConfig, *, resumes: bool = False) -> Foreign:
-    """Open a checkpoint of another program.
+    """Open a checkpoint of another program: read it, and map its tensors to those of ``model``.
 
     Args:
         folder: The checkpoint, or a folder with several checkpoints: the newest is opened.
@@ -45,17 +68,16 @@ def open_foreign(folder: Path, model: ModelConfig, *, resumes: bool = False) -> 
     if recognized is None or not recognized.is_foreign:
         rule = "is no checkpoint of a known format" if recognized is None else f"is {formats.LABELS[recognized.format]}"
         raise ConfigError([Problem("checkpoint.resume", str(folder), rule, "name a checkpoint")])
-    where = recognized.folder
-    readers: dict[str, Callable[[Path, ModelConfig], Foreign]] = {
-        **{kind: partial(open_torch_files, kind=kind) for kind in READERS},
-        formats.TORCH_DIST: partial(open_torch_dist, masters=resumes),
-        formats.RANKS: open_ranks,
-        formats.TRAINER: open_trainer,
-        **dict.fromkeys((formats.FSDP, formats.DCP), open_dcp_folder),
-    }
-    foreign = readers[recognized.format](where, model)
-    foreign.missing += [] if foreign.has_settings else [NO_SETTINGS]
-    check_model(where, model, foreign.facts, resumes=resumes)
+    foreign = read_foreign(recognized)
+    if foreign.problems:
+        raise ConfigError(foreign.problems)
+    if foreign.vocab_size is not None and foreign.vocab_size > model.vocab_size:  # padding and tokens look alike
+        rule = f"the checkpoint {foreign.folder} was trained with {foreign.vocab_size}"
+        instead = f"write model.vocab_size={foreign.vocab_size}"
+        raise ConfigError([Problem("model.vocab_size", model.vocab_size, rule, instead)])
+    foreign.tensors = map_tensors(foreign, model, masters=resumes)
+    foreign.missing += [] if foreign.has_moments else [foreign.without_moments]
+    check_model(foreign.folder, model, foreign.facts, resumes=resumes)
     return foreign
 
 
@@ -71,7 +93,7 @@ def resumed_state(plan: Plan, foreign: Foreign, record: Record) -> tuple[State, 
     Raises:
         ConfigError: Moments or step are missing, or settings differ that ``checkpoint.allow`` does not list.
     """
-    folder = foreign.tensors.folder
+    folder = foreign.folder
     lacks = [f"it lacks {'; '.join(foreign.missing)}"] if not foreign.has_moments or foreign.step is None else []
     if lacks or foreign.unresumable or foreign.step is None:
         rule = f"cannot be resumed: {'; '.join([*lacks, *foreign.unresumable])}"

@@ -15,28 +15,15 @@ from typing import Any
 
 import torch
 
-from megatron_llama.arch.foreign_tensor_layouts import MEGATRON_TOP, Names, megatron_names
+from megatron_llama.arch.foreign_tensor_layouts import MEGATRON_TOP, megatron_names
 from megatron_llama.arch.hf_tp_mapping import Shape
 from megatron_llama.arch.recognize_format import COMMON, RANKS, TORCH_DIST, rank_folders
 from megatron_llama.checkpoint.foreign.dcp_files import DcpFolder, open_dcp
 from megatron_llama.checkpoint.foreign.source_settings import read_arguments, read_group, read_run_config
-from megatron_llama.checkpoint.foreign.tensors import (
-    MOMENTS,
-    Foreign,
-    ForeignTensors,
-    SourceChunk,
-    SourceTensor,
-    check_dtypes,
-    map_tensors,
-    moment_names,
-)
+from megatron_llama.checkpoint.foreign.tensors import WEIGHTS_ONLY, Foreign, SourceChunk, SourceTensor
 from megatron_llama.checkpoint.foreign.unpickle import check_stored, load_pickle
 from megatron_llama.checkpoint.tensor_source import CorruptFile
-from megatron_llama.config import ConfigError, ModelConfig, Problem
 
-MASTERS = ("fp32_param", "param")
-"""Names of fp32 copies of bf16 weights in the optimizer's state."""
-STATE_NAMES = "optimizer.state.{kind}.{name}"
 _LAYER = re.compile(r"^decoder\.layers\.(\d{1,6})\.")
 # Names in the files of Megatron-LM's legacy model classes, before megatron-core.
 _LEGACY = (
@@ -53,36 +40,21 @@ _LEGACY = (
 )
 
 
-def open_torch_dist(folder: Path, model: ModelConfig, *, masters: bool = False) -> Foreign:
-    """Open a torch_dist folder.
-
-    Args:
-        masters: Read the fp32 copies of bf16 weights, if the optimizer saved them.
-
-    Raises:
-        ConfigError: The model differs.
-        CorruptFile: The folder is damaged or malicious.
-    """
+def read_torch_dist(folder: Path) -> Foreign:
+    """Read a torch_dist folder. Raises CorruptFile if it is damaged or malicious."""
     dcp = open_dcp(folder)
     common = read_common(dcp)
-    result = Foreign(TORCH_DIST, ForeignTensors(folder, {}, {}))
-    arguments = describe_source(result, common, folder)
-    _check_vocabulary(arguments, model, folder)
     prefix = _prefix(dcp.tensors)
-    stacked = any(f"{prefix}decoder.layers.mlp.linear_fc2.weight" == key for key in dcp.tensors)
-    names = megatron_names(model, dcp.tensors, prefix, stacked=stacked)
-    moments = moment_names(STATE_NAMES, dcp.tensors, prefix)
-    tensors = map_tensors(folder, dcp.tensors, names, moments, vocab_multiple=_vocab_multiple(arguments))
-    result.tensors = _with_masters(tensors, dcp.tensors, names, prefix) if masters else tensors
-    read_train_state(result, folder)
-    if not result.has_moments:
+    stacked = f"{prefix}decoder.layers.mlp.linear_fc2.weight" in dcp.tensors
+    names = partial(megatron_names, keys=dcp.tensors, prefix=prefix, stacked=stacked)
+    result = Foreign(TORCH_DIST, folder, dict(dcp.tensors), names, "optimizer.state.{kind}.{name}", prefix)
+    _describe_source(result, common)
+    _read_train_state(result)
+    if any(".gbuf" in key or "bucket" in key or "dp_group_idx" in key for key in dcp.tensors):
         kind = _find(common.get("optimizer"), "param_state_sharding_type")
         kind = kind if isinstance(kind, str) else "a distributed optimizer's buffers"
-        if any(".gbuf" in key or "bucket" in key or "dp_group_idx" in key for key in dcp.tensors):
-            reason = f"Adam's moments are stored by buffers ({kind}), whose layout is not in the checkpoint"
-            result.missing.append(f"{reason}: save with --dist-ckpt-optim-fully-reshardable")
-        else:
-            result.missing.append("Adam's moments")
+        reason = f"Adam's moments are stored by buffers ({kind}), whose layout is not in the checkpoint"
+        result.without_moments = f"{reason}: save with --dist-ckpt-optim-fully-reshardable"
     return result
 
 
@@ -91,20 +63,6 @@ def _prefix(keys: Collection[str]) -> str:
     ending = MEGATRON_TOP["model.embed_tokens.weight"]
     names = sorted((key for key in keys if key.endswith(ending) and not key.startswith("optimizer")), key=len)
     return names[0].removesuffix(ending) if names else ""
-
-
-def _with_masters(
-    tensors: ForeignTensors, sources: Mapping[str, SourceTensor], names: Names, prefix: str
-) -> ForeignTensors:
-    """Return the tensors with fp32 copies instead of bf16 weights."""
-    for kind in MASTERS:
-        rename = moment_names(STATE_NAMES.replace("{kind}", kind), sources, prefix)[MOMENTS[0]]
-        renamed = {key: rename(key) for key in names.shapes}
-        if all(new in sources and sources[new].shape == sources[key].shape for key, new in renamed.items()):
-            replaced = {**tensors.sources, **{key: sources[new] for key, new in renamed.items()}}
-            check_dtypes(tensors.folder, replaced)
-            return ForeignTensors(tensors.folder, tensors.tensors, replaced)
-    return tensors
 
 
 def read_common(dcp: DcpFolder) -> dict[str, Any]:
@@ -130,16 +88,15 @@ def load_dict(path: Path) -> dict[str, Any]:
     return content
 
 
-def describe_source(result: Foreign, content: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
-    """Set step, position, learning rate and facts from common.pt or from a rank's file; return Megatron's arguments.
+def _describe_source(result: Foreign, content: Mapping[str, Any], tensor_ranks: int | None = None) -> None:
+    """Set step, position, learning rate, facts and vocabulary from common.pt or from a rank's file.
 
     Raises:
-        ConfigError: The arguments describe another model than a Llama.
         CorruptFile: A file with settings cannot be read.
     """
     has_arguments = isinstance(content.get("args"), argparse.Namespace)
-    arguments = vars(content["args"]) if has_arguments else read_run_config(folder)
-    read_arguments(result, arguments, folder)
+    arguments = vars(content["args"]) if has_arguments else read_run_config(result.folder)
+    read_arguments(result, arguments)
     result.step = integer(content.get("iteration"), content.get("global_step"))
     # NeMo 2 stores the state of its data module under the name of its class.
     samples = [each.get("consumed_samples") for each in content.values() if isinstance(each, dict)]
@@ -156,26 +113,14 @@ def describe_source(result: Foreign, content: Mapping[str, Any], folder: Path) -
     result.updates = integer(step, _find(content.get("optimizer"), "common_step"), result.step)
     if result.samples is None:
         result.missing.append("consumed samples")
-    return arguments
-
-
-def _vocab_multiple(arguments: Mapping[str, Any], tensor_ranks: int | None = None) -> int:
-    """Return the number whose multiples Megatron pads the vocabulary to."""
     ranks = integer(tensor_ranks, arguments.get("tensor_model_parallel_size")) or 1
-    return (integer(arguments.get("make_vocab_size_divisible_by")) or 128) * ranks
+    result.vocab_size = integer(arguments.get("vocab_size"))
+    result.vocab_multiple = (integer(arguments.get("make_vocab_size_divisible_by")) or 128) * ranks
 
 
-def _check_vocabulary(arguments: Mapping[str, Any], model: ModelConfig, folder: Path) -> None:
-    """Raise ConfigError if the source states a larger vocabulary: padding cannot be distinguished from tokens."""
-    size = integer(arguments.get("vocab_size"))
-    if size is not None and size > model.vocab_size:
-        rule = f"the checkpoint {folder} was trained with {size}"
-        raise ConfigError([Problem("model.vocab_size", model.vocab_size, rule, f"write model.vocab_size={size}")])
-
-
-def read_train_state(result: Foreign, folder: Path) -> None:
+def _read_train_state(result: Foreign) -> None:
     """Set step and position from Megatron-Bridge's train_state.pt."""
-    path = folder / "train_state.pt"
+    path = result.folder / "train_state.pt"
     if not path.is_file():
         return
     content = load_dict(path)
@@ -220,11 +165,10 @@ def _find(value: Any, name: str) -> Any:
     return next((inner for item in value.values() if (inner := _find(item, name)) is not None), None)
 
 
-def open_ranks(folder: Path, model: ModelConfig) -> Foreign:
-    """Open Megatron's older files, ``mp_rank_00_000/model_optim_rng.pt``: weights only.
+def read_ranks(folder: Path) -> Foreign:
+    """Read Megatron's older files, ``mp_rank_00_000/model_optim_rng.pt``: weights only.
 
     Raises:
-        ConfigError: The model differs.
         CorruptFile: A file is damaged, malicious or missing.
     """
     files = rank_folders(folder)
@@ -233,9 +177,9 @@ def open_ranks(folder: Path, model: ModelConfig) -> Foreign:
     if absent:
         raise CorruptFile(f"{folder}: has no file of tensor-parallel rank {absent[0][0]}, stage {absent[0][1]}")
     contents = {rank: load_dict(path) for rank, path in sorted(files.items())}
-    sources, first = dict[str, SourceTensor](), 0
+    result, first = Foreign(RANKS, folder, without_moments=WEIGHTS_ONLY), 0
     for stage in range(stages):
-        shards = [weights_of_rank(contents[rank, stage], files[rank, stage]) for rank in range(tensor_ranks)]
+        shards = [_weights_of_rank(contents[rank, stage], files[rank, stage]) for rank in range(tensor_ranks)]
         layers = {match[1] for key in shards[0] if (match := _LAYER.match(key))}
         for key in shards[0]:
             if any(key not in shard or shard[key].shape != shards[0][key].shape for shard in shards):
@@ -244,18 +188,14 @@ def open_ranks(folder: Path, model: ModelConfig) -> Foreign:
             match = _LAYER.match(key)
             name = f"decoder.layers.{first + int(match[1])}.{key[match.end() :]}" if match else key
             paths = [files[rank, stage] for rank in range(tensor_ranks)]
-            sources.setdefault(name, _joined(name, [shard[key] for shard in shards], paths))
+            result.sources.setdefault(name, _joined(name, [shard[key] for shard in shards], paths))
         first += len(layers)
-    result = Foreign(RANKS, ForeignTensors(folder, {}, {}))
-    arguments = describe_source(result, contents[0, 0], folder)
-    _check_vocabulary(arguments, model, folder)
-    names = megatron_names(model, sources, stacked=False)
-    result.tensors = map_tensors(folder, sources, names, {}, vocab_multiple=_vocab_multiple(arguments, tensor_ranks))
-    result.missing.append("Adam's moments (this format is read for its weights only)")
+    result.names = partial(megatron_names, keys=result.sources, stacked=False)
+    _describe_source(result, contents[0, 0], tensor_ranks)
     return result
 
 
-def weights_of_rank(content: Mapping[str, Any], path: Path) -> dict[str, torch.Tensor]:
+def _weights_of_rank(content: Mapping[str, Any], path: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a rank, under megatron-core's names."""
     if "model0" in content:
         raise CorruptFile(f"{path}: has virtual pipeline stages; save it with one model chunk per rank")

@@ -51,11 +51,10 @@ _GROUP_NO_EFFECT = (
 ).split()
 
 
-def read_arguments(result: Foreign, arguments: Mapping[str, Any], folder: Path, *, is_megatron: bool = True) -> None:
+def read_arguments(result: Foreign, arguments: Mapping[str, Any], *, is_megatron: bool = True) -> None:
     """Set the facts of Megatron's settings, or of settings under Megatron's names; these have no keys without effect.
 
-    Raises:
-        ConfigError: The settings describe another model than a Llama.
+    Settings of another model than a Llama become ``problems``.
     """
     problems = []
     arguments = {str(name): _plain(value) for name, value in arguments.items()}
@@ -82,7 +81,7 @@ def read_arguments(result: Foreign, arguments: Mapping[str, Any], folder: Path, 
         instead = "name a Llama's checkpoint, or convert it to the Hugging Face format by its program"
         rule = f"the source's model is not supported: {'; '.join(problems[:5])}"
         rule += f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ConfigError([Problem("model", str(folder), rule, instead)])
+        result.problems.append(Problem("model", str(result.folder), rule, instead))
     for name, setting in _COMPARED.items():
         value = arguments.get(name)
         if isinstance(value, int | float | str):
@@ -176,10 +175,9 @@ def read_group(result: Foreign, group: Mapping[str, Any]) -> None:
 
 
 def read_config_json(result: Foreign, folder: Path) -> None:
-    """Set the model's facts from Hugging Face's config.json, if there is one.
+    """Set the model's facts from Hugging Face's config.json in ``folder``, if there is one.
 
     Raises:
-        ConfigError: The model is not supported.
         CorruptFile: The file cannot be read.
     """
     if not (folder / CONFIG).exists():
@@ -190,7 +188,9 @@ def read_config_json(result: Foreign, folder: Path) -> None:
     except ValueError as error:
         raise CorruptFile(str(error)) from error
     if clauses:
-        raise ConfigError([Problem("model", str(folder), f"is not supported: {'; '.join(clauses)}", "name a Llama's")])
+        rule = f"is not supported: {'; '.join(clauses)}"
+        result.problems.append(Problem("model", str(folder), rule, "name a Llama's"))
+        return
     shape = shape_from_hf(content)
     for name in ("name", "max_position_embeddings", "initializer_range"):
         shape.pop(name, None)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_llama.arch.foreign_tensor_layouts import HEADS, VOCAB_ENDS, Names, TensorPart, whole_run
+from megatron_llama.arch.foreign_tensor_layouts import HEADS, VOCAB_ENDS, Names, TensorPart, plain_names, whole_run
 from megatron_llama.arch.hf_tp_mapping import EMBEDDING, Shape
 from megatron_llama.checkpoint.rank_files import STATES
 from megatron_llama.checkpoint.tensor_source import (
@@ -22,14 +22,17 @@ from megatron_llama.checkpoint.tensor_source import (
     StoredTensor,
     check_finite,
 )
-from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config import ConfigError, ModelConfig, Problem
 from megatron_llama.system.object_store import Location
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's states, by torch's names."""
+WEIGHTS_ONLY = "Adam's moments (this format is read for its weights only)"
 NO_SETTINGS = "settings of its model: rope_theta, rms_norm_eps and others are not compared"
 _SQUARES = f"{STATES}{MOMENTS[1]}."
-_OTHERS = ("optimizer.", "lr_scheduler", "train_state", "dataloader", "rng_state", "rerun_state", "chained_")
+MASTERS = ("fp32_param", "param")
+"""Megatron's names of fp32 copies of bf16 weights."""
+_OTHERS = (*MOMENTS, "optimizer.", "lr_scheduler", "train_state", "dataloader", "rng_state", "rerun_state", "chained_")
 _DERIVED = ("_extra_state", "inv_freq", "freqs_cis")
 """Parts of names of tensors that are no weights."""
 
@@ -129,11 +132,21 @@ def _overlap(
 
 @dataclass
 class Foreign:
-    """A checkpoint of another program."""
+    """A checkpoint of another program, read without a config of its model."""
 
     format: str
     """Format, by arch/recognize_format.py."""
-    tensors: ForeignTensors
+    folder: Path
+    sources: dict[str, SourceTensor] = field(default_factory=dict)
+    """Tensors by the program's names: weights, Adam's moments and others."""
+    names: Callable[[ModelConfig], Names] = plain_names
+    """Return the names of a model's weights in ``sources``. Raises ConfigError."""
+    states: str = ""
+    """Name of a state of the optimizer, with the fields ``kind`` and ``name``; "" for a format with weights only."""
+    name_states: Callable[[Names], None] = lambda names: None
+    """Name states that are stored by number after the weights. Raises CorruptFile if their order is another one."""
+    prefix: str = ""
+    """Start of the weights' names, which the names of their states may lack."""
     step: int | None = None
     """Completed steps; None: unknown."""
     updates: int | None = None
@@ -142,6 +155,8 @@ class Foreign:
     """Samples consumed; None: the format has no position in the data."""
     lr: float | None = None
     """Learning rate of the last step."""
+    vocab_size: int | None = None
+    """Tokens in the vocabulary, without padding; None: unknown."""
     vocab_multiple: int = 1
     """Multiple to which the rows of the embedding are padded."""
     facts: dict[str, Any] = field(default_factory=dict)
@@ -150,64 +165,76 @@ class Foreign:
     """Whether the checkpoint contains settings of its model."""
     changes: list[tuple[str, Any, Any]] = field(default_factory=list)
     """(name in the source, value, value here) of settings that exist only in the source."""
+    problems: list[Problem] = field(default_factory=list)
+    """Reasons for which the source's model is not supported."""
     unresumable: list[str] = field(default_factory=list)
     """Reasons for which no run can resume from the optimizer's state, in words."""
     missing: list[str] = field(default_factory=list)
-    """Parts that the checkpoint lacks, in words."""
+    """Parts that the checkpoint lacks, in words; without the moments."""
+    without_moments: str = "Adam's moments"
+    """The missing part if Adam's moments of some weights are not stored."""
     shuffled: int | None = None
     """Samples that megatron-core shuffles together: all samples of the source's run."""
+    tensors: ForeignTensors = field(init=False)
+    """The tensors of a model, under Hugging Face's names; set by ``open_foreign``."""
+
+    def state_of(self, kind: str, weight: str) -> str:
+        """Return the name of a weight's state."""
+        whole = self.states.format(kind=kind, name=weight)
+        if whole in self.sources:
+            return whole
+        return self.states.format(kind=kind, name=weight.removeprefix(self.prefix))
+
+    @property
+    def weights(self) -> dict[str, SourceTensor]:
+        """The tensors that are weights."""
+        return {key: self.sources[key] for key in weight_names(self.sources)}
+
+    @property
+    def moments(self) -> int:
+        """Number of weights with all of Adam's moments."""
+        names = [re.escape(self.states.format(kind=kind, name="\0")).replace("\0", ".*") for kind in MOMENTS]
+        return min(sum(re.fullmatch(name, key) is not None for key in self.sources) for name in names)
 
     @property
     def has_moments(self) -> bool:
-        """Whether Adam's moments of all weights are stored."""
+        """Whether Adam's moments of all weights of the model are stored."""
         weights = [name for name in self.tensors.tensors if not name.startswith(STATES)]
         return all(f"{STATES}{kind}.{name}" in self.tensors.tensors for kind in MOMENTS for name in weights)
 
 
-def moment_names(pattern: str, keys: Collection[str] = (), prefix: str = "") -> dict[str, Callable[[str], str]]:
-    """Return, for each of MOMENTS, a function from a weight's name to its moment's name.
+def map_tensors(foreign: Foreign, model: ModelConfig, *, masters: bool = False) -> ForeignTensors:
+    """Return the weights of ``model``, and the moments that exist.
 
     Args:
-        pattern: The moment's name with the fields ``kind`` and ``name``.
-        keys: Names in the checkpoint. If the moment is in none of them, its name lacks ``prefix``.
-        prefix: Start of the weights' names.
-    """
-
-    def rename(kind: str, name: str) -> str:
-        whole = pattern.format(kind=kind, name=name)
-        return pattern.format(kind=kind, name=name.removeprefix(prefix)) if prefix and whole not in keys else whole
-
-    return {kind: partial(rename, kind) for kind in MOMENTS}
-
-
-def map_tensors(
-    folder: Path,
-    sources: Mapping[str, SourceTensor],
-    names: Names,
-    moments: Mapping[str, Callable[[str], str]],
-    *,
-    vocab_multiple: int = 1,
-) -> ForeignTensors:
-    """Return the weights, and the moments that exist.
-
-    Args:
-        names: The source's names of the weights.
-        moments: For each of MOMENTS, the name of a weight's moment by the name of the weight.
-        vocab_multiple: The source pads the vocabulary to a multiple of this.
+        masters: Read the fp32 copies of bf16 weights, if the optimizer saved them.
 
     Raises:
         ConfigError: The folder has missing, additional or differently shaped weights, or other dtypes than floats.
+        CorruptFile: The optimizer's states are not those of the weights.
     """
-    heads = _check_tensors(folder, sources, names, vocab_multiple)
+    names = foreign.names(model)
+    folder, sources = foreign.folder, foreign.sources
+    heads = _check_tensors(foreign, names)
+    foreign.name_states(names)
     tensors = {name: _mapped(runs, sources) for name, runs in names.runs.items()}
     used = {key: sources[key] for key in names.shapes}
-    for kind, rename in moments.items():
+
+    def find_states(kind: str, keys: Iterable[str]) -> dict[str, str] | None:
+        """Return the states of weights, by weight; None if one is missing or has another shape."""
+        found = {key: foreign.state_of(kind, key) for key in keys} if foreign.states else {}
+        same = all(new in sources and sources[new].shape == sources[key].shape for key, new in found.items())
+        return found if found and same else None
+
+    for kind in MOMENTS:
         for name, runs in names.runs.items():
-            keys = {run.key: rename(run.key) for run in runs}
-            if all(new in sources and sources[new].shape == sources[old].shape for old, new in keys.items()):
-                moved = [TensorPart(keys[r.key], r.offset, r.size, r.lead, r.start, r.step) for r in runs]
+            if keys := find_states(kind, [run.key for run in runs]):
+                moved = [replace(run, key=keys[run.key]) for run in runs]
                 tensors[f"{STATES}{kind}.{name}"] = _mapped(moved, sources)
                 used |= {new: sources[new] for new in keys.values()}
+    copies = [found for kind in MASTERS if (found := find_states(kind, names.shapes))] if masters else []
+    for key, new in copies[0].items() if copies else ():
+        used[key] = sources[new]
     check_dtypes(folder, used)
     if heads:
         _check_heads(folder, sources, heads, names.runs[EMBEDDING][0].key)
@@ -250,10 +277,11 @@ def _mapped(runs: Sequence[TensorPart], sources: Mapping[str, SourceTensor]) -> 
     return MappedTensor(sources[runs[0].key].dtype, shape, runs)
 
 
-def _check_tensors(folder: Path, sources: Mapping[str, SourceTensor], names: Names, vocab_multiple: int) -> list[str]:
+def _check_tensors(foreign: Foreign, names: Names) -> list[str]:
     """Return the heads that a model with tied embeddings lacks. Raises ConfigError for other differences."""
+    folder, sources, vocab_multiple = foreign.folder, foreign.sources, foreign.vocab_multiple
     missing = [key for key in names.shapes if key not in sources]
-    unknown = [key for key in weight_names(sources) if key not in names.shapes and not key.startswith(MOMENTS)]
+    unknown = [key for key in weight_names(sources) if key not in names.shapes]
     problems = []
     if missing:
         rule = f"has no {missing[0]} ({len(missing)} of {len(names.shapes)} tensors are missing)"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,10 @@ from megatron_llama.checkpoint.foreign.source_settings import (
     read_group,
     read_yaml,
 )
-from megatron_llama.checkpoint.foreign.tensors import (
-    MOMENTS,
-    Foreign,
-    ForeignTensors,
-    SourceChunk,
-    SourceTensor,
-    map_tensors,
-    moment_names,
-)
-from megatron_llama.checkpoint.foreign.torch_folders import names_in
+from megatron_llama.checkpoint.foreign.tensors import MOMENTS, WEIGHTS_ONLY, Foreign, SourceChunk, SourceTensor
+from megatron_llama.checkpoint.foreign.torch_folders import naming
 from megatron_llama.checkpoint.foreign.unpickle import check_stored, load_pickle
 from megatron_llama.checkpoint.tensor_source import CorruptFile, read_json
-from megatron_llama.config import ModelConfig
 from megatron_llama.config.rope import is_number
 
 Sources = dict[str, SourceTensor]
@@ -53,36 +45,37 @@ _PART = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_00_(model|op
 _FP32 = "fp32"
 
 
-def read_meta(folder: Path) -> tuple[Sources, Foreign]:
-    """Return the tensors and the settings of Meta's folder."""
+def read_meta(folder: Path) -> Foreign:
+    """Read Meta's folder. Raises CorruptFile if a file is damaged, malicious or missing."""
     params = read_json(folder / "params.json")
     if not isinstance(params, dict) or not isinstance(width := params.get("dim"), int):
         raise CorruptFile(f"{folder / 'params.json'}: has no dim")
-    result = _weights_only(META, folder)
+    result = Foreign(META, folder, without_moments=WEIGHTS_ONLY)
     arguments: dict[str, Any] = {_META_KEYS.get(n, n): value for n, value in params.items() if n not in _META_SHAPE}
     arguments.setdefault("rotary_base", 10000.0)
     if arguments.get("use_rope_scaling"):  # Llama 3.2 has the same key as 3.1, and another factor
         arguments.setdefault("scale_factor", 32.0 if width in (2048, 3072) else 8.0)
-    read_arguments(result, arguments, folder, is_megatron=False)
+    read_arguments(result, arguments, is_megatron=False)
     files = sorted(path for path in folder.iterdir() if META_FILE.fullmatch(path.name))
     if [META_FILE.fullmatch(path.name)[1] for path in files] != [f"{rank:02d}" for rank in range(len(files))]:  # type: ignore[index]
         raise CorruptFile(f"{folder}: the files of some tensor-parallel ranks are missing")
     shards = [_state_dict(path) for path in files]
     if any(shard.keys() != shards[0].keys() for shard in shards):
         raise CorruptFile(f"{folder}: its files have different tensors")
-    sources = {}
     for name in shards[0]:
         parts = [shard[name] for shard in shards]
         axis = 0 if name.endswith(_META_ROWS) else 1 if name.endswith(_META_COLUMNS) else None
         if name.endswith("tok_embeddings.weight") and parts[0].dim() == 2:  # by columns in Llama 1 and 2
             axis = 0 if parts[0].shape[1] == width else 1
-        sources[name] = joined(name, parts, files, axis)
-    return sources, result
+        result.sources[name] = joined(name, parts, files, axis)
+    result.names = partial(torchtitan_names, keys=result.sources)
+    return result
 
 
-def read_litgpt(folder: Path) -> tuple[Sources, Foreign]:
-    """Return the tensors and the settings of litgpt's folder."""
-    path, result, settings = folder / "lit_model.pth", _weights_only(LITGPT, folder), folder / "model_config.yaml"
+def read_litgpt(folder: Path) -> Foreign:
+    """Read litgpt's folder. Raises CorruptFile if a file is damaged or malicious."""
+    path, settings = folder / "lit_model.pth", folder / "model_config.yaml"
+    result = Foreign(LITGPT, folder, without_moments=WEIGHTS_ONLY)
     config = read_yaml(settings) if settings.is_file() else {}
     result.vocab_multiple = integer(config.get("padding_multiple")) or 1
     config |= config["rope_adjustments"] if isinstance(config.get("rope_adjustments"), dict) else {}
@@ -92,13 +85,10 @@ def read_litgpt(folder: Path) -> tuple[Sources, Foreign]:
     for name, value in _LITGPT_VALUES.items():
         if name in arguments and arguments[name] == value:
             del arguments[name]
-    read_arguments(result, arguments, folder, is_megatron=False)
-    return {name: joined(name, [tensor], [path], None) for name, tensor in _state_dict(path).items()}, result
-
-
-def _weights_only(kind: str, folder: Path) -> Foreign:
-    missing = ["Adam's moments (this format is read for its weights only)"]
-    return Foreign(kind, ForeignTensors(folder, {}, {}), missing=missing)
+    read_arguments(result, arguments, is_megatron=False)
+    result.sources = {name: joined(name, [tensor], [path], None) for name, tensor in _state_dict(path).items()}
+    result.names = partial(litgpt_names, keys=result.sources)
+    return result
 
 
 def _state_dict(path: Path) -> dict[str, torch.Tensor]:
@@ -112,9 +102,12 @@ def _state_dict(path: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not name.endswith("rope.freqs")}
 
 
-def read_deepspeed(folder: Path) -> tuple[Sources, Foreign]:
-    """Return weights, ``exp_avg.NAME``, ``exp_avg_sq.NAME``, and the settings of DeepSpeed's folder."""
-    result = Foreign(DEEPSPEED, ForeignTensors(folder, {}, {}))
+def read_deepspeed(folder: Path) -> Foreign:
+    """Read weights, ``exp_avg.NAME``, ``exp_avg_sq.NAME``, and the settings of DeepSpeed's folder.
+
+    Raises CorruptFile if a file is damaged, malicious or missing.
+    """
+    result = Foreign(DEEPSPEED, folder, states="{kind}.{name}")
     files = [p for p in sorted(folder.iterdir()) if p.name.endswith("_model_states.pt") and "expert" not in p.name]
     others = [path.name for path in files if "mp_rank_00_model" not in path.name]
     if not files or others:
@@ -156,7 +149,9 @@ def read_deepspeed(folder: Path) -> tuple[Sources, Foreign]:
         read_group(result, {"decoupled_weight_decay": params.get("adam_w_mode")})  # in no group of DeepSpeed's Adam
     read_config_json(result, folder.parent)
     result.missing.append("the position in the data")
-    return sources, result
+    result.sources = sources
+    result.names, result.prefix, _ = naming(folder, sources)
+    return result
 
 
 def _universal(folder: Path, shapes: Mapping[str, Shape], result: Foreign) -> Iterator[tuple[str, SourceTensor]]:
@@ -291,25 +286,3 @@ def _assembled(path: Path, name: str, shape: Shape, spans: Sequence[Span]) -> So
         raise CorruptFile(f"{path}: {name} has not the shape {list(shape)}")
     dtype = spans[0][0].dtype if spans else torch.float32
     return SourceTensor(dtype, shape, [SourceChunk((0,) * len(shape), shape, path, load)])
-
-
-READERS = {DEEPSPEED: read_deepspeed, META: read_meta, LITGPT: read_litgpt}
-"""Functions that return the tensors and the settings of a folder, by format."""
-
-
-def open_torch_files(folder: Path, model: ModelConfig, kind: str) -> Foreign:
-    """Open a folder of a format in ``READERS``.
-
-    Raises:
-        ConfigError: The model differs.
-        CorruptFile: A file is damaged, malicious or missing.
-    """
-    sources, result = READERS[kind](folder)
-    if kind == DEEPSPEED:
-        names = names_in(folder, model, sources)
-        result.tensors = map_tensors(folder, sources, names, moment_names("{kind}.{name}"))
-        result.missing += [] if result.has_moments else ["Adam's moments"]
-        return result
-    names = torchtitan_names(model, sources) if kind == META else litgpt_names(model, sources)
-    result.tensors = map_tensors(folder, sources, names, {}, vocab_multiple=result.vocab_multiple)
-    return result
