@@ -1,7 +1,7 @@
 """Differences between the settings of a run and of the checkpoint that it resumes from.
 
-``SETTINGS`` gives each setting a kind: accepted, logged or rejected (a table in the docs is generated from it). All
-rejected changes are reported in one error. ``checkpoint.allow`` accepts changes of data, batch or optim.
+``Setting.on_change`` says whether a change is accepted, logged or rejected. All rejected changes are reported in one
+error. ``checkpoint.allow`` accepts changes of data, batch or optim.
 """
 
 from __future__ import annotations
@@ -9,83 +9,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import Config, ConfigError, Problem
+from megatron_llama.config.limits import ALLOWED, BATCH, DATA, FIXED, FREE, LOGGED, OPTIM
 from megatron_llama.config.problems import format_value, quote_value
-from megatron_llama.config.settings import ALLOWED
 from megatron_llama.config.settings_table import FREE_DICT, get, sections, settings_by_name
 from megatron_llama.data.resume_record import Record
 from megatron_llama.data.resume_record import differences as record_differences
 from megatron_llama.plan import Plan
 from megatron_llama.plan.data_schedules import BatchSchedule, all_sizes
 from megatron_llama.plan.derive import COSINE, derive_optimizer
-from megatron_llama.topology import AXIS_NAMES
-
-FREE, LOGGED, FIXED = "free", "logged", "fixed"
-DATA, BATCH, OPTIM = ALLOWED
-
-SETTINGS = {
-    # Accepted: placement, speed, output, and settings that only the first start reads.
-    FREE: {
-        "model": "name initializer_range",
-        "data": "name any_template tokenizer cache_dir cache_gib prepare",
-        "trainer": f"{' '.join(AXIS_NAMES)} cp_comm vpp pipeline_layers sp zero shard_group secondary_group "
-        "micro_batch_size epochs recompute recompute_every mlp_chunks offload compile compile_strict compile_cache "
-        "async_tp deterministic skip_nonfinite_steps check_copies_every spike_rewinds hang_timeout_seconds profile "
-        "max_restarts val_every_steps val_at_start",
-        "optim": "warmup_ratio",
-        "finetune": "adapter",
-        "device": "name peak_tflops memory_gib",
-        "logging": "every_steps tensorboard csv prometheus wandb wandb_project trackio mlflow parameter_norm "
-        "sample_prompts sample_tokens",
-        "checkpoint": "every_steps memory_every_steps every_minutes keep keep_every keep_best resume allow save_last "
-        "dir export_hf asynchronous save_timeout_seconds max_failed_saves fallback_dir",
-        "launch": "hosts hostfile ssh",
-        "hook": "on_event",
-        "run": "dir",
-        "": "dry_run allow_targets",
-    },
-    # Accepted and logged: results may differ.
-    LOGGED: {
-        "model": "max_position_embeddings",
-        "data": "document_mask eod_mask_loss",
-        "trainer": "steps precision exact float8 grad_reduce reduce_group param_gather val_steps spike_guard "
-        "spike_factor spike_window",
-        "trainer.random_ltd": "min_value max_value require_steps seq_per_step layers",
-        "optim": "state_bits",
-        "finetune": "lora_dropout frozen_dtype",
-        "": "init_from",
-    },
-    # Rejected: names, shapes and meaning of the tensors.
-    FIXED: {
-        "model": "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-        "head_dim rms_norm_eps rope_theta sliding_window tie_word_embeddings model_type "
-        "attention_bias mlp_bias",
-        "model.sparse_attention": "block num_local_blocks num_global_blocks",
-        "model.rope_scaling": "rope_type factor low_freq_factor high_freq_factor original_max_position_embeddings "
-        "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate short_factor long_factor",
-        "data": "add_tokens add_special_tokens",
-        "optim": "name",
-        "finetune": "method lora_rank lora_alpha use_rslora use_dora lora_target_modules exclude_modules "
-        "layers_to_transform rank_pattern alpha_pattern bias modules_to_save trainable_token_indices",
-    },
-    DATA: {
-        "data": "kind pack mock prefixes schedule curriculum validation_prefixes chat_template chat_template_kwargs "
-        "format response_marker template split seq_length",
-        "trainer": "seed",
-    },
-    BATCH: {"trainer": "global_batch_size batch_schedule"},
-    OPTIM: {
-        "optim": "lr min_lr warmup_steps constant_steps betas eps weight_decay clip schedule freeze_step "
-        "momentum matrix_lr adjust_lr split_heads qk_clip",
-        "trainer": "z_loss",
-        "finetune": "objective beta loss_type label_smoothing desirable_weight undesirable_weight neftune_noise_alpha",
-    },
-}
-"""Settings of each kind, by section."""
 
 
 @dataclass(frozen=True)
@@ -105,17 +40,6 @@ class Difference:
         return f"{self.name}: from {format_value(self.saved)} to {format_value(self.now)}"
 
 
-@cache
-def kinds() -> dict[str, str]:
-    """Return the kind of each setting, by full name."""
-    return {
-        f"{section}.{name}".lstrip("."): kind
-        for kind, by_section in SETTINGS.items()
-        for section, names in by_section.items()
-        for name in names.split()
-    }
-
-
 def find_differences(plan: Plan, state: State, record: Record) -> list[Difference]:
     """Return the settings that differ, except accepted ones and defaults that were derived from other settings.
 
@@ -127,11 +51,12 @@ def find_differences(plan: Plan, state: State, record: Record) -> list[Differenc
     settings, rederived = state.settings, _rederive(plan.requested, state.settings)
     unused = []
     if "lora" not in (plan.config.finetune.method, _saved(settings, "finetune.method")):
-        unused += [name for name, kind in kinds().items() if name.startswith("finetune.") and kind == FIXED]
+        unused += [n for n, each in settings_by_name().items() if n.startswith("finetune.") and each.on_change == FIXED]
     if not (plan.config.trainer.val_every_steps and _saved(settings, "trainer.val_every_steps")):
         unused.append("trainer.val_steps")
     differences = [] if state.step == 0 else _data_differences(plan, state, record)
-    for name, kind in kinds().items():
+    for name, setting in settings_by_name().items():
+        kind = setting.on_change
         if kind in (FREE, DATA) or name in unused or (kind in ALLOWED and state.step == 0):
             continue
         saved, now = _saved(settings, name), get(plan.config, name)
@@ -144,7 +69,7 @@ def find_differences(plan: Plan, state: State, record: Record) -> list[Differenc
     if _remaining_sizes(settings["trainer"], state) == _remaining_sizes(vars(plan.config.trainer), state):
         # The change affects only past steps and the validation batches.
         differences = [replace(d, kind=LOGGED) if d.kind == BATCH else d for d in differences]
-    order = [*kinds()]
+    order = [*settings_by_name()]
     return sorted(differences, key=lambda difference: order.index(difference.name))
 
 
@@ -231,7 +156,8 @@ def _rederive(requested: Config, saved: Mapping[str, Any]) -> Config:
     then.trainer.steps, then.trainer.epochs = _saved(saved, "trainer.steps"), None
     then.data.kind, then.finetune.method = _saved(saved, "data.kind"), _saved(saved, "finetune.method")
     then.init_from = _saved(saved, "init_from")
-    names = [name for name, kind in kinds().items() if kind == OPTIM and name != FREE_DICT]
+    marked = [name for name, setting in settings_by_name().items() if setting.on_change == OPTIM]
+    names = [name for name in marked if name.startswith("optim.") and name != FREE_DICT]
     for name in names:
         if get(then, name) is not None:
             setattr(then.optim, name.removeprefix("optim."), _saved(saved, name))

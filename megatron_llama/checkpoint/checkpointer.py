@@ -36,7 +36,8 @@ from megatron_llama.checkpoint.saving import Saver
 from megatron_llama.checkpoint.tensor_source import CorruptFile, Rectangles
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.config.data_settings import NewTokens
-from megatron_llama.config.settings import ALLOWED, CheckpointConfig
+from megatron_llama.config.limits import ALLOWED
+from megatron_llama.config.settings import CheckpointConfig
 from megatron_llama.config.stored_settings import checkpoint_folder, leaves_newest, step_of
 from megatron_llama.data.batches import Data
 from megatron_llama.optim import Optimizer

@@ -1,6 +1,6 @@
-"""Limits on single settings. ``settings.py`` annotates each setting with its limit:
+"""Limits on single settings, and the reaction of a resumed run to a change. ``settings.py`` annotates with both:
 
-    tp: Annotated[int, at_least(1)] = 1
+    betas: Annotated[list[float], two_betas(), OPTIM]
 
 Rules on combinations of settings are in ``plan/rules/``.
 """
@@ -16,6 +16,14 @@ from typing import Any
 
 from megatron_llama.system.object_store import is_plain_url
 
+FREE = "free"
+"""A change is accepted: placement, speed, output, and settings that only the first start reads. The default."""
+LOGGED = "logged"
+"""A change is accepted and logged: results may differ."""
+FIXED = "fixed"
+"""A change is rejected: names, shapes and meaning of the tensors."""
+DATA, BATCH, OPTIM = ALLOWED = ("data", "batch", "optim")
+"""A change is rejected unless ``checkpoint.allow`` lists its group."""
 MOST_NUMBERS = 8192
 """Length limit of a list of numbers. OmegaConf needs 40 microseconds for each item, several times."""
 

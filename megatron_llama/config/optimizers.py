@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from megatron_llama.config.limits import above_zero, at_least, between, one_of, two_betas
+from megatron_llama.config.limits import FIXED, LOGGED, OPTIM, above_zero, at_least, between, one_of, two_betas
 
 
 @dataclass(frozen=True)
@@ -87,51 +87,51 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
 class OptimConfig:
     """The optimizer and its learning-rate schedule."""
 
-    name: Annotated[str, one_of(*OPTIMIZERS)] = "adamw"
+    name: Annotated[str, one_of(*OPTIMIZERS), FIXED] = "adamw"
     """adamw, adam or sgd, from torch.optim, onebit_adam or muon. With trainer.zero=0, onebit_adam exchanges
     signs of momenta instead of gradients after freeze_step. muon orthogonalizes the updates of the blocks' matrices;
     AdamW updates the other weights."""
-    freeze_step: Annotated[int | None, at_least(1)] = None
+    freeze_step: Annotated[int | None, at_least(1), OPTIM] = None
     """For onebit_adam: steps of plain Adam, without bias correction, before the exchange of signs. Derived: 15 % of
     the steps."""
-    state_bits: Annotated[int | None, one_of(8)] = None
+    state_bits: Annotated[int | None, one_of(8), LOGGED] = None
     """Bits of the optimizer states of matrices: 8, or null for the dtype of trainer.precision. With 8, each 32 values
     of a row share an fp32 scale (Dettmers et al. 2022, arXiv:2110.02861)."""
-    lr: Annotated[float | None, above_zero("3e-4")] = None
+    lr: Annotated[float | None, above_zero("3e-4"), OPTIM] = None
     """Highest learning rate. Derived: 3e-4; for fine-tuning of all weights 2e-5, as in Llama 2 (arXiv:2307.09288):
     with finetune.method=full, or data.kind=sft and init_from."""
-    min_lr: Annotated[float | None, at_least(0)] = None
+    min_lr: Annotated[float | None, at_least(0), OPTIM] = None
     """Lowest learning rate after the decay. Derived: lr / 10."""
-    warmup_steps: Annotated[int | None, at_least(0)] = None
+    warmup_steps: Annotated[int | None, at_least(0), OPTIM] = None
     """Steps of linear warm-up. Derived: a tenth of the steps, at most 2000."""
     warmup_ratio: Annotated[float | None, between(0, 1, "0.03")] = None
     """Instead of warmup_steps: the warm-up's share of the run's steps, rounded up as in transformers."""
-    constant_steps: Annotated[int | None, at_least(0)] = None
+    constant_steps: Annotated[int | None, at_least(0), OPTIM] = None
     """Steps at min_lr at the end of the run (NeMo's constant_steps); for wsd, steps of the final decay. Derived: 0;
     for wsd a tenth of the steps."""
-    betas: Annotated[list[float], two_betas()] = field(default_factory=lambda: [0.9, 0.95])
+    betas: Annotated[list[float], two_betas(), OPTIM] = field(default_factory=lambda: [0.9, 0.95])
     """Adam's coefficients of the running averages of gradient and squared gradient."""
-    eps: Annotated[float, above_zero()] = 1e-8
+    eps: Annotated[float, above_zero(), OPTIM] = 1e-8
     """Added to the denominator of Adam's update."""
-    momentum: Annotated[float, between(0, 0.999)] = 0.95
+    momentum: Annotated[float, between(0, 0.999), OPTIM] = 0.95
     """For muon: coefficient of the Nesterov momentum of matrices."""
-    matrix_lr: Annotated[float | None, above_zero("0.02")] = None
+    matrix_lr: Annotated[float | None, above_zero("0.02"), OPTIM] = None
     """For muon: highest learning rate of matrices; the schedule scales it as lr. Derived: lr; 0.02 with
     adjust_lr=original."""
-    adjust_lr: Annotated[str, one_of("match_rms_adamw", "original")] = "match_rms_adamw"
+    adjust_lr: Annotated[str, one_of("match_rms_adamw", "original"), OPTIM] = "match_rms_adamw"
     """For muon: factor of a matrix's update, by torch.optim.Muon's names. With match_rms_adamw it is 0.2 *
     sqrt(max(rows, columns)), so that AdamW's lr and weight_decay fit (Moonlight, arXiv:2502.16982). With original,
     by Keller Jordan, it is sqrt(max(1, rows / columns))."""
-    split_heads: bool = False
+    split_heads: Annotated[bool, OPTIM] = False
     """For muon: orthogonalize each head of q, k and v separately."""
-    qk_clip: Annotated[float | None, above_zero("100")] = None
+    qk_clip: Annotated[float | None, above_zero("100"), OPTIM] = None
     """Largest attention logit of a head before QK-Clip scales down its q and k weights after the update. null: off.
     Source: Kimi K2, arXiv:2507.20534. docs/guides/methods/muon.md"""
-    weight_decay: Annotated[float, at_least(0)] = 0.1
+    weight_decay: Annotated[float, at_least(0), OPTIM] = 0.1
     """Decoupled weight decay; norms are exempt."""
-    clip: Annotated[float | None, above_zero()] = 1.0
+    clip: Annotated[float | None, above_zero(), OPTIM] = 1.0
     """Maximum global gradient norm; larger gradients are scaled down. null: no clipping."""
-    schedule: dict[str, Any] = field(default_factory=dict)
+    schedule: Annotated[dict[str, Any], OPTIM] = field(default_factory=dict)
     """Learning-rate schedule that Hydra instantiates: _target_ and its arguments except the optimizer. Derived: a
     cosine."""
 

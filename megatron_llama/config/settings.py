@@ -2,7 +2,7 @@
 
 The string under a field is its documentation; docs/reference/config.md is generated from it. A default of ``None``
 means "derived": the documentation states the rule, and ``resolve`` sets the value. Annotations hold the limit of a
-value (``limits.py``). ``conf/`` has named sets of values.
+value, and the reaction of a resumed run to a change (``limits.py``). ``conf/`` has named sets of values.
 """
 
 from __future__ import annotations
@@ -12,6 +12,12 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from megatron_llama.config.limits import (
+    ALLOWED,
+    BATCH,
+    DATA,
+    FIXED,
+    LOGGED,
+    OPTIM,
     above_zero,
     at_least,
     between,
@@ -53,32 +59,32 @@ ROPE_TYPES = ("llama3", "linear", "dynamic", "yarn", "longrope")
 class RopeScaling:
     """Frequency scaling of rotary embeddings, under the names of Hugging Face's ``rope_parameters``."""
 
-    rope_type: Annotated[str, one_of(*ROPE_TYPES)] = "llama3"
+    rope_type: Annotated[str, one_of(*ROPE_TYPES), FIXED] = "llama3"
     """Kind of scaling."""
-    factor: Annotated[float, at_least(1)] = 8.0
+    factor: Annotated[float, at_least(1), FIXED] = 8.0
     """Context after the scaling divided by the context before it. Low frequencies are divided by this."""
-    low_freq_factor: Annotated[float, above_zero()] = 1.0
+    low_freq_factor: Annotated[float, above_zero(), FIXED] = 1.0
     """llama3: wavelengths above original_max_position_embeddings / this are scaled fully."""
-    high_freq_factor: Annotated[float, above_zero()] = 4.0
+    high_freq_factor: Annotated[float, above_zero(), FIXED] = 4.0
     """llama3: wavelengths below original_max_position_embeddings / this are not scaled."""
-    original_max_position_embeddings: Annotated[int | None, at_least(1)] = None
+    original_max_position_embeddings: Annotated[int | None, at_least(1), FIXED] = None
     """llama3, yarn, longrope: context before the scaling, tokens. Derived: 8192 with llama3; otherwise
     model.max_position_embeddings, which is then multiplied by factor."""
-    attention_factor: Annotated[float | None, above_zero()] = None
+    attention_factor: Annotated[float | None, above_zero(), FIXED] = None
     """yarn, longrope: factor of cosines and sines. Derived: from factor, as the papers suggest."""
-    beta_fast: Annotated[float | None, above_zero("32")] = None
+    beta_fast: Annotated[float | None, above_zero("32"), FIXED] = None
     """yarn: dimensions with more rotations than this over the original context are not scaled. Derived: 32."""
-    beta_slow: Annotated[float | None, at_least(0)] = None
+    beta_slow: Annotated[float | None, at_least(0), FIXED] = None
     """yarn: dimensions with fewer rotations than this are scaled fully. Derived: 1."""
-    mscale: Annotated[float | None, at_least(0)] = None
+    mscale: Annotated[float | None, at_least(0), FIXED] = None
     """yarn: with mscale_all_dim, factor of log(factor) in the numerator of attention_factor."""
-    mscale_all_dim: Annotated[float | None, at_least(0)] = None
+    mscale_all_dim: Annotated[float | None, at_least(0), FIXED] = None
     """yarn: with mscale, factor of log(factor) in the denominator of attention_factor."""
-    truncate: bool | None = None
+    truncate: Annotated[bool | None, FIXED] = None
     """yarn: whether the bounds of the scaled dimensions are rounded to whole dimensions. Derived: true."""
-    short_factor: Annotated[list[float] | None, positive_numbers()] = None
+    short_factor: Annotated[list[float] | None, positive_numbers(), FIXED] = None
     """longrope: divisor of each frequency in sequences within the original context, head_dim / 2 numbers."""
-    long_factor: Annotated[list[float] | None, positive_numbers()] = None
+    long_factor: Annotated[list[float] | None, positive_numbers(), FIXED] = None
     """longrope: divisor of each frequency in longer sequences, head_dim / 2 numbers."""
 
 
@@ -87,11 +93,11 @@ class SparseAttention:
     """Fixed block-sparse attention (Child et al. 2019, arXiv:1904.10509) under DeepSpeed's names: mode ``fixed``,
     unidirectional, the same pattern for all heads."""
 
-    block: Annotated[int, at_least(1)] = 64
+    block: Annotated[int, at_least(1), FIXED] = 64
     """Tokens per block. Positions count from the beginning of a document."""
-    num_local_blocks: Annotated[int, at_least(1)] = 4
+    num_local_blocks: Annotated[int, at_least(1), FIXED] = 4
     """Blocks per group; a token attends to earlier tokens of its group."""
-    num_global_blocks: Annotated[int, at_least(1)] = 1
+    num_global_blocks: Annotated[int, at_least(1), FIXED] = 1
     """Blocks at the end of each earlier group that a token also attends to."""
 
 
@@ -104,41 +110,41 @@ class ModelConfig:
 
     name: str = "llama"
     """Name of the preset; shown in plans and used in the default run folder."""
-    model_type: Annotated[str, one_of(*MODEL_TYPES)] = "llama"
+    model_type: Annotated[str, one_of(*MODEL_TYPES), FIXED] = "llama"
     """Hugging Face's name of the architecture. With qwen2, q, k and v have biases. With qwen3, each head of q and k has
     an RMSNorm. With olmo2, q and k have one RMSNorm over all heads, and a block's norms follow attention and
     feed-forward. A Mistral is a llama with sliding_window."""
-    vocab_size: Annotated[int, between(2, MOST_ROWS)] = 4096
+    vocab_size: Annotated[int, between(2, MOST_ROWS), FIXED] = 4096
     """Tokens in the vocabulary. The embedding is padded to a multiple of tp; the loss masks the padding."""
-    hidden_size: Annotated[int, between(1, MOST_WIDTH)] = 192
+    hidden_size: Annotated[int, between(1, MOST_WIDTH), FIXED] = 192
     """Width of the residual stream."""
-    intermediate_size: Annotated[int, between(1, MOST_ROWS)] = 512
+    intermediate_size: Annotated[int, between(1, MOST_ROWS), FIXED] = 512
     """Width of the SwiGLU feed-forward."""
-    num_hidden_layers: Annotated[int, between(1, MOST_LAYERS)] = 4
+    num_hidden_layers: Annotated[int, between(1, MOST_LAYERS), FIXED] = 4
     """Transformer blocks."""
-    num_attention_heads: Annotated[int, between(1, MOST_HEADS)] = 4
+    num_attention_heads: Annotated[int, between(1, MOST_HEADS), FIXED] = 4
     """Query heads."""
-    num_key_value_heads: Annotated[int | None, between(1, MOST_HEADS)] = None
+    num_key_value_heads: Annotated[int | None, between(1, MOST_HEADS), FIXED] = None
     """Key and value heads (grouped-query attention). Derived: num_attention_heads."""
-    head_dim: Annotated[int | None, between(1, MOST_HEAD_DIM)] = None
+    head_dim: Annotated[int | None, between(1, MOST_HEAD_DIM), FIXED] = None
     """Width of a head. Derived: hidden_size / num_attention_heads."""
-    max_position_embeddings: Annotated[int, at_least(1)] = 4096
+    max_position_embeddings: Annotated[int, at_least(1), LOGGED] = 4096
     """Longest sequence that the model supports, tokens."""
-    rms_norm_eps: Annotated[float, above_zero()] = 1e-5
+    rms_norm_eps: Annotated[float, above_zero(), FIXED] = 1e-5
     """Added to the mean square inside RMSNorm."""
-    rope_theta: Annotated[float, above_zero()] = 10000.0
+    rope_theta: Annotated[float, above_zero(), FIXED] = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Frequency scaling for long contexts; null for Llama 2."""
-    sliding_window: Annotated[int | None, at_least(1)] = None
+    sliding_window: Annotated[int | None, at_least(1), FIXED] = None
     """Tokens that a token attends to, itself included, as in Mistral; null: all earlier tokens."""
     sparse_attention: SparseAttention | None = None
     """Block-sparse attention to local and global blocks; null: all earlier tokens."""
-    attention_bias: bool = False
+    attention_bias: Annotated[bool, FIXED] = False
     """Whether q_proj, k_proj, v_proj and o_proj have biases. model_type llama, qwen3 and olmo2 only."""
-    mlp_bias: bool = False
+    mlp_bias: Annotated[bool, FIXED] = False
     """Whether gate_proj, up_proj and down_proj have biases. model_type llama only."""
-    tie_word_embeddings: bool = False
+    tie_word_embeddings: Annotated[bool, FIXED] = False
     """Whether the output head shares the embedding's weight."""
     initializer_range: Annotated[float, above_zero()] = 0.02
     """Standard deviation of initial weights; for o_proj and down_proj divided by sqrt(2 * num_hidden_layers)."""
@@ -176,7 +182,6 @@ RECOMPUTE = ("none", "elementwise", "selective", "full")
 """Policies of activation recomputation, from none to all of a block."""
 CP_COMMS = ("all_gather", "ulysses")
 OFFLOADED = ("activations", "optimizer")
-ALLOWED = ("data", "batch", "optim")
 MOST_REPLICAS = 1_000_000
 """Upper bound of the divisor search."""
 LARGEST_SEED = 2**31 - 1
@@ -189,62 +194,62 @@ class DataConfig:
 
     name: str = "python_stdlib"
     """Name of the data; shown in plans and used in the default run folder."""
-    kind: Annotated[str, one_of("pretrain", "sft")] = "pretrain"
+    kind: Annotated[str, one_of("pretrain", "sft"), DATA] = "pretrain"
     """pretrain: documents are concatenated and cut into sequences. sft: whole examples with loss masks, as written by
     data_prep/sft.py."""
-    pack: bool = False
+    pack: Annotated[bool, DATA] = False
     """Pack several examples into a sequence, without attention between them; false pads each example to a sequence.
     For sft."""
-    document_mask: bool = False
+    document_mask: Annotated[bool, LOGGED] = False
     """Restrict attention to a token's document and restart positions at each document, as Megatron's
     reset_attention_mask and reset_position_ids. For pretraining; packed examples always have such a mask."""
-    eod_mask_loss: bool | None = None
+    eod_mask_loss: Annotated[bool | None, LOGGED] = None
     """Mask the loss of a document's last token, whose label is the next document's first token. Derived: document_mask.
     For pretraining."""
-    mock: bool = False
+    mock: Annotated[bool, DATA] = False
     """Random tokens of the model's vocabulary instead of files."""
-    prefixes: Annotated[list[Any], blend()] = field(default_factory=list)
+    prefixes: Annotated[list[Any], blend(), DATA] = field(default_factory=list)
     """Indexed datasets: paths or URLs without .bin/.idx, or weight, path, weight, path, ... for a blend, with weights
     as shares of the samples. Without weights also patterns, e.g. corpora/*_text_document. For sft also raw data files
     and folders (.jsonl, .parquet, .csv, .tsv, ...) and datasets of the Hugging Face hub, which the run prepares at its
     start."""
-    schedule: Annotated[list[Any], blend_schedule()] = field(default_factory=list)
+    schedule: Annotated[list[Any], blend_schedule(), DATA] = field(default_factory=list)
     """Later blends: [{samples: 100000, prefixes: [0.3, one, 0.7, two]}, ...], each from that consumed sample on, with
     ascending samples. Each dataset continues at its position. Validation uses the first blend. For pretraining."""
-    curriculum: list[Any] = field(default_factory=list)
+    curriculum: Annotated[list[Any], DATA] = field(default_factory=list)
     """Curriculum: [{metric: seqlen_truncate, min_difficulty: 64, max_difficulty: 256, ...}, ...]. The keys of an entry
     are listed below, under data.curriculum. All metrics apply together. Validation has no curriculum."""
-    validation_prefixes: Annotated[list[Any], validation_sets()] = field(default_factory=list)
+    validation_prefixes: Annotated[list[Any], validation_sets(), DATA] = field(default_factory=list)
     """Validation datasets; all of ``prefixes`` is then for training, and ``split`` is ignored. Paths, or named sets, as
     {wiki: PATH, code: [PATH, PATH]}, in a file as a list of such entries: val_loss/wiki is the loss of a set, val_loss
     the mean of all. For pretraining each sequence of a set counts once, up to trainer.val_steps batches. Derived for
     sft: PREFIX_validation_sft if all of ``prefixes`` are PREFIX_train_sft, as written by data_prep/sft.py --split."""
-    chat_template: Annotated[str, one_of(*CHAT_TEMPLATES, suffix=".jinja")] = "own"
+    chat_template: Annotated[str, one_of(*CHAT_TEMPLATES, suffix=".jinja"), DATA] = "own"
     """Chat template for raw data files: own (the tokenizer's), FILE.jinja, chatml, prompter, dialogue or plain; see
     docs/guides/data/sft_data.md."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Annotated[dict[str, Any], DATA] = field(default_factory=dict)
     """Variables of a Jinja chat template for raw data files, e.g. {enable_thinking: false}. A record's own
     chat_template_kwargs have priority."""
     any_template: bool = False
     """Train on datasets whose chat template is not the one that exported folders get."""
-    format: Annotated[str, one_of("auto", *CHAT_FORMATS, RENDERED)] = "auto"
+    format: Annotated[str, one_of("auto", *CHAT_FORMATS, RENDERED), DATA] = "auto"
     """Record format of raw data files; auto: by their keys, except text (rendered chats)."""
-    response_marker: Annotated[str | None, not_blank("must be text that begins an answer", "assistant")] = None
+    response_marker: Annotated[str | None, not_blank("must be text that begins an answer", "assistant"), DATA] = None
     """For data.format=text: loss only after the last occurrence."""
-    template: Annotated[str | None, one_of(*LABEL_TEMPLATES)] = None
+    template: Annotated[str | None, one_of(*LABEL_TEMPLATES), DATA] = None
     """Prompt template for .tsv, .csv, .parquet and .jsonl files with labels: qnli or sst2."""
-    split: Annotated[str, three_shares()] = "969,30,1"
+    split: Annotated[str, three_shares(), DATA] = "969,30,1"
     """Shares of documents for training, validation and test, in Megatron's format."""
-    seq_length: Annotated[int | None, at_least(1)] = None
+    seq_length: Annotated[int | None, at_least(1), DATA] = None
     """Tokens in a training sequence. Derived: model.max_position_embeddings, at most 8,192 on an accelerator and 256 on
     a CPU."""
     tokenizer: str | None = None
     """sentencepiece model or Hugging Face folder of the dataset's tokenizer. It is checked against the dataset, and
     used to print samples (sentencepiece). For raw data files, the tokenizer that prepares them; null: init_from."""
-    add_tokens: list[str] = field(default_factory=list)
+    add_tokens: Annotated[list[str], FIXED] = field(default_factory=list)
     """Tokens to add to the tokenizer, a tokenizer.json. Their rows of embedding and output head start as the mean of
     the rows in init_from. docs/guides/data/finetuning.md"""
-    add_special_tokens: list[str] = field(default_factory=list)
+    add_special_tokens: Annotated[list[str], FIXED] = field(default_factory=list)
     """Special tokens to add after add_tokens: only a chat template writes them, and decoded text omits them."""
     cache_dir: str | None = None
     """Folder for shuffle and sample indices and for prepared raw data files. Derived: index_cache in the first
@@ -267,15 +272,15 @@ class RandomLTD:
     """Random layer-wise token dropping (Yao et al. 2022, arXiv:2211.11586) under DeepSpeed's names: in training, middle
     layers process a random subset of each sequence, which grows. docs/guides/methods/random_ltd.md"""
 
-    min_value: Annotated[int, at_least(1)] = 128
+    min_value: Annotated[int, at_least(1), LOGGED] = 128
     """Tokens of a sequence that these layers process in the first step; a multiple of seq_per_step."""
-    max_value: Annotated[int | None, at_least(1)] = None
+    max_value: Annotated[int | None, at_least(1), LOGGED] = None
     """Tokens after require_steps. Derived: data.seq_length, which drops no token."""
-    require_steps: Annotated[int | None, at_least(1)] = None
+    require_steps: Annotated[int | None, at_least(1), LOGGED] = None
     """Steps in which the length grows from min_value to max_value. Derived: two thirds of the steps."""
-    seq_per_step: Annotated[int, at_least(1)] = 16
+    seq_per_step: Annotated[int, at_least(1), LOGGED] = 16
     """The length grows by multiples of this many tokens. trainer.compile compiles a graph for each length."""
-    layers: list[int] | None = None
+    layers: Annotated[list[int] | None, LOGGED] = None
     """Numbers of the layers that drop tokens, from 0. Derived: all except the first and the last."""
 
 
@@ -307,15 +312,15 @@ class TrainerConfig:
     in dry runs, and may use a part of this machine's devices."""
     shard_group: Annotated[int | None, at_least(1)] = None
     """Shard inside groups of this many data-parallel ranks and replicate across groups. Derived: cp * dp."""
-    grad_reduce: Annotated[str | None, one_of(*EXCHANGES, note="; null is the precision's own sum")] = None
+    grad_reduce: Annotated[str | None, one_of(*EXCHANGES, note="; null is the precision's own sum"), LOGGED] = None
     """Format in which data-parallel ranks exchange gradients. null: summed in the dtype in which trainer.precision
     accumulates them; bf16: sent in bf16, added in fp32; int8: sent in int8 blocks (ZeRO++ qgZ), added in fp32.
     docs/guides/methods/less_communication.md"""
-    reduce_group: Annotated[int | None, at_least(2)] = None
+    reduce_group: Annotated[int | None, at_least(2), LOGGED] = None
     """For grad_reduce, the number of neighboring data-parallel ranks that first sum gradients among themselves. The
     sums are then exchanged with other groups (qgZ's two hops). Usually the ranks of a node; a divisor of
     shard_group."""
-    param_gather: Annotated[str | None, one_of("int8", note="; null is the precision's compute dtype")] = None
+    param_gather: Annotated[str | None, one_of("int8", note="; null is the precision's compute dtype"), LOGGED] = None
     """Format in which sharded weights are gathered. null: trainer.precision's compute dtype; int8: in blocks (ZeRO++
     qwZ), so that layers compute with rounded weights and updates apply to exact ones. For zero 1 to 3."""
     secondary_group: Annotated[int | None, at_least(2)] = None
@@ -323,20 +328,22 @@ class TrainerConfig:
     The backward pass gathers weights inside this group. Usually the ranks of a node; a divisor of shard_group."""
     micro_batch_size: Annotated[int, at_least(1)] = 1
     """Sequences in one forward pass of a data-parallel rank."""
-    global_batch_size: Annotated[int, at_least(1)] = 8
+    global_batch_size: Annotated[int, at_least(1), BATCH] = 8
     """Sequences per optimizer step, over all devices."""
-    batch_schedule: Annotated[list[Any], rising_samples()] = field(default_factory=list)
+    batch_schedule: Annotated[list[Any], rising_samples(), BATCH] = field(default_factory=list)
     """Later global batch sizes, [[consumed samples, sequences], ...]: each holds from that number of consumed samples
     on. Before the first entry, and in validation, the size is global_batch_size."""
     random_ltd: RandomLTD | None = None
     """Random layer-wise token dropping; null: every layer processes every token."""
-    steps: Annotated[int, at_least(0)] = 100
+    steps: Annotated[int, at_least(0), LOGGED] = 100
     """Optimizer steps of the whole run; 0 initializes (or loads), saves and ends."""
     epochs: Annotated[int | None, at_least(1)] = None
     """Instead of steps: epochs over the training data; steps are epochs * samples // global_batch_size."""
-    seed: Annotated[int, between(0, LARGEST_SEED)] = 1234
+    seed: Annotated[int, between(0, LARGEST_SEED), DATA] = 1234
     """Seed of initial weights and data order."""
-    precision: Annotated[str | None, one_of(*PRECISIONS, note="; float8 matmuls: trainer.float8=tensorwise")] = None
+    precision: Annotated[
+        str | None, one_of(*PRECISIONS, note="; float8 matmuls: trainer.float8=tensorwise"), LOGGED
+    ] = None
     """Dtypes of weights, gradients and optimizer states: fp32, bf16, bf16_sr or bf16_pure. With bf16, master weights,
     gradient sums and optimizer states are fp32. With bf16_sr all are bf16, and updates are rounded stochastically; with
     bf16_pure they are rounded to nearest, as a control. The Trainium recipe's names are also valid: bf16SR,
@@ -363,10 +370,10 @@ class TrainerConfig:
     compile_cache: str | None = None
     """Folder of compiled graphs, on a file system that all hosts of the job share. Its files are run as code, so other
     users must not own or change them. Derived: ~/.cache/megatron_llama/compile."""
-    float8: Annotated[str | None, one_of("tensorwise", "rowwise")] = None
+    float8: Annotated[str | None, one_of("tensorwise", "rowwise"), LOGGED] = None
     """Multiply the blocks' matrices in float8, with torchao's recipe of this name; weights stay in ``precision``. For
     GPUs from compute capability 8.9 on; a CPU emulates it slowly. docs/guides/training/float8.md"""
-    z_loss: Annotated[float, at_least(0)] = 0.0
+    z_loss: Annotated[float, at_least(0), OPTIM] = 0.0
     """Coefficient of z-loss, an additional term of a token's training loss. The term is
     z_loss * log(sum(exp(logits)))^2 and keeps logits small (Chowdhery et al. 2022, arXiv:2204.02311, section 5, with
     1e-4). Losses of validation and evaluation exclude it."""
@@ -375,19 +382,19 @@ class TrainerConfig:
     blocks with tp > 1 on GPUs with peer-to-peer access. docs/guides/methods/async_tp.md"""
     deterministic: bool = False
     """Use deterministic algorithms only (torch.use_deterministic_algorithms); an operation without one is an error."""
-    exact: bool = False
+    exact: Annotated[bool, LOGGED] = False
     """Compute bit-identical results in every layout. Implies ``deterministic``. docs/guides/methods/exact.md"""
     skip_nonfinite_steps: Annotated[int, at_least(0)] = 0
     """Number of steps with a NaN or Inf loss or gradient that are skipped; one more stops the run."""
     check_copies_every: Annotated[int | None, at_least(0)] = 100
     """Steps between comparisons of the weights and optimizer states that several ranks hold in copies. A difference
     stops the run. 0 or null: only at the start, saves and the end. docs/guides/training/copies.md"""
-    spike_guard: Annotated[str, one_of("off", "skip", "rewind")] = "off"
+    spike_guard: Annotated[str, one_of("off", "skip", "rewind"), LOGGED] = "off"
     """Action on a spike of loss or gradient norm. skip: no update. rewind: load the newest checkpoint and skip the data
     read since. docs/guides/training/spikes.md"""
-    spike_factor: Annotated[float, above_zero()] = 6.0
+    spike_factor: Annotated[float, above_zero(), LOGGED] = 6.0
     """A spike is this number of standard deviations above the mean of the last spike_window steps."""
-    spike_window: Annotated[int, at_least(4)] = 128
+    spike_window: Annotated[int, at_least(4), LOGGED] = 128
     """Steps for mean and standard deviation of spike_guard, which begins after half as many."""
     spike_rewinds: Annotated[int, at_least(1)] = 3
     """Rewinds of a run with spike_guard=rewind; one more spike stops the run."""
@@ -406,7 +413,7 @@ class TrainerConfig:
     validation."""
     val_at_start: bool = False
     """Also validate before the first step of a new run, which metrics.jsonl has as step 0."""
-    val_steps: Annotated[int | None, at_least(1)] = None
+    val_steps: Annotated[int | None, at_least(1), LOGGED] = None
     """Global batches per validation. Derived: 4; for data.kind=sft null means the whole set, each example once."""
 
 
@@ -426,64 +433,64 @@ KTO_METRICS = (
 class FinetuneConfig:
     """Fine-tuning: which weights are trained. Names and meanings follow PEFT."""
 
-    method: Annotated[str, one_of("none", "full", "lora")] = "none"
+    method: Annotated[str, one_of("none", "full", "lora"), FIXED] = "none"
     """none and full train all weights, full from the weights in init_from; lora trains low-rank adapters of frozen
     matrices."""
-    lora_rank: Annotated[int, at_least(1)] = 8
+    lora_rank: Annotated[int, at_least(1), FIXED] = 8
     """Rank of the adapters (PEFT's r)."""
-    lora_alpha: Annotated[float, above_zero()] = 16.0
+    lora_alpha: Annotated[float, above_zero(), FIXED] = 16.0
     """Scale: the adapters' output is multiplied by lora_alpha / lora_rank."""
-    use_rslora: bool = False
+    use_rslora: Annotated[bool, FIXED] = False
     """Multiply by lora_alpha / sqrt(lora_rank) instead (rank-stabilized LoRA, Kalajdzievski 2023,
     arXiv:2312.03732)."""
-    use_dora: bool = False
+    use_dora: Annotated[bool, FIXED] = False
     """Train also the norm of each row of the adapted matrices (weight-decomposed adapters, DoRA, Liu et al. 2024,
     arXiv:2402.09353)."""
-    lora_dropout: Annotated[float, share()] = 0.0
+    lora_dropout: Annotated[float, share(), LOGGED] = 0.0
     """Dropout on the adapters' inputs; its masks depend on the layout."""
-    lora_target_modules: Annotated[list[str], module_endings(LORA_TARGETS, least=1)] = field(
+    lora_target_modules: Annotated[list[str], module_endings(LORA_TARGETS, least=1), FIXED] = field(
         default_factory=lambda: list(LORA_TARGETS[:4])
     )
     """Matrices with adapters, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; all-linear means all
     seven. Longer names, such as model.layers.0.self_attn.q_proj, mean the matrices whose full name ends so."""
-    exclude_modules: Annotated[list[str], module_endings(LORA_TARGETS)] = field(default_factory=list)
+    exclude_modules: Annotated[list[str], module_endings(LORA_TARGETS), FIXED] = field(default_factory=list)
     """Matrices without adapters, named as in lora_target_modules."""
-    layers_to_transform: Annotated[list[int], numbers_of("layers")] = field(default_factory=list)
+    layers_to_transform: Annotated[list[int], numbers_of("layers"), FIXED] = field(default_factory=list)
     """Layers with adapters, counted from 0; empty: all. Full names in lora_target_modules ignore it, as in PEFT."""
-    rank_pattern: Annotated[dict[str, int], patterns("'{layers.0.self_attn.q_proj:16}'", whole=True)] = field(
+    rank_pattern: Annotated[dict[str, int], patterns("'{layers.0.self_attn.q_proj:16}'", whole=True), FIXED] = field(
         default_factory=dict
     )
     """Other ranks than lora_rank by regular expressions of the ends of full names; the first match applies."""
-    alpha_pattern: Annotated[dict[str, float], patterns("'{layers.0.self_attn.q_proj:32}'")] = field(
+    alpha_pattern: Annotated[dict[str, float], patterns("'{layers.0.self_attn.q_proj:32}'"), FIXED] = field(
         default_factory=dict
     )
     """Other values than lora_alpha, as rank_pattern."""
-    bias: Annotated[str, one_of("none", "all", "lora_only")] = "none"
+    bias: Annotated[str, one_of("none", "all", "lora_only"), FIXED] = "none"
     """Biases that are also trained: none, all, or of the adapted matrices."""
-    modules_to_save: Annotated[list[str], some_of(SAVED_MODULES)] = field(default_factory=list)
+    modules_to_save: Annotated[list[str], some_of(SAVED_MODULES), FIXED] = field(default_factory=list)
     """Modules that are also trained in full. Names are embed_tokens, lm_head, norm (all norms, by the ending, as in
     PEFT), input_layernorm, post_attention_layernorm and post_feedforward_layernorm."""
-    trainable_token_indices: Annotated[list[int], numbers_of("tokens")] = field(default_factory=list)
+    trainable_token_indices: Annotated[list[int], numbers_of("tokens"), FIXED] = field(default_factory=list)
     """Ids of tokens whose rows of the embedding are also trained; if it is tied, in the output head too."""
-    objective: Annotated[str, one_of("sft", "dpo", "orpo", "kto")] = "sft"
+    objective: Annotated[str, one_of("sft", "dpo", "orpo", "kto"), OPTIM] = "sft"
     """Loss: the cross entropy (sft), or of pairs of answers (dpo, orpo), or of labeled answers (kto). DPO (Rafailov
     et al. 2023, arXiv:2305.18290) and KTO (Ethayarajh et al. 2024, arXiv:2402.01306) compare with the initial weights;
     ORPO (Hong et al. 2024, arXiv:2403.07691) has no reference. See docs/guides/data/preferences.md"""
-    beta: Annotated[float, above_zero()] = 0.1
+    beta: Annotated[float, above_zero(), OPTIM] = 0.1
     """Beta of DPO and KTO: a larger value keeps the weights closer to the initial ones. Weight of ORPO's odds ratio."""
-    loss_type: Annotated[str, one_of("sigmoid", "hinge", "ipo")] = "sigmoid"
+    loss_type: Annotated[str, one_of("sigmoid", "hinge", "ipo"), OPTIM] = "sigmoid"
     """DPO's loss of a pair, with TRL's names. Hinge is of SLiC (Zhao et al. 2023, arXiv:2305.10425); ipo compares log
     probabilities per token (Azar et al. 2023, arXiv:2310.12036)."""
-    label_smoothing: Annotated[float, share()] = 0.0
+    label_smoothing: Annotated[float, share(), OPTIM] = 0.0
     """Assumed share of pairs with swapped answers, for loss_type=sigmoid (conservative DPO)."""
-    desirable_weight: Annotated[float, above_zero()] = 1.0
+    desirable_weight: Annotated[float, above_zero(), OPTIM] = 1.0
     """Factor of KTO's losses of desirable answers."""
-    undesirable_weight: Annotated[float, above_zero()] = 1.0
+    undesirable_weight: Annotated[float, above_zero(), OPTIM] = 1.0
     """Factor of KTO's losses of undesirable answers."""
-    neftune_noise_alpha: Annotated[float | None, above_zero(example="5")] = None
+    neftune_noise_alpha: Annotated[float | None, above_zero(example="5"), OPTIM] = None
     """Add uniform noise to the embeddings in training, at most alpha / sqrt(tokens * hidden_size) (NEFTune, Jain et al.
     2023, arXiv:2310.05914). It is the same in every layout."""
-    frozen_dtype: Annotated[str | None, one_of("fp32", "bf16", "int8", "nf4", example="bf16")] = None
+    frozen_dtype: Annotated[str | None, one_of("fp32", "bf16", "int8", "nf4", example="bf16"), LOGGED] = None
     """Storage of LoRA's frozen weights: fp32 or bf16; or int8 or nf4 for the blocks' matrices and the compute dtype for
     the rest. Derived: the compute dtype. Matmuls always run in the compute dtype."""
     adapter: str | None = None
@@ -629,7 +636,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     hook: HookConfig = field(default_factory=HookConfig)
-    init_from: str | None = None
+    init_from: Annotated[str | None, LOGGED] = None
     """Folder with initial weights, or the hub name of a model, as org/name or org/name@revision. The folder is a
     Hugging Face model, or a checkpoint of Megatron, NeMo 2, torchtitan, accelerate or the Trainer. See
     docs/guides/data/import_checkpoint.md"""

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
-from megatron_llama.config.limits import Limit
+from megatron_llama.config.limits import FREE, Limit
 from megatron_llama.config.problems import Problem, closest_match, format_value, quote_value
 from megatron_llama.config.settings import DEVICE_ALIASES, Config
 
@@ -45,6 +45,8 @@ class Setting:
     optional: bool
     default: Any
     limit: Limit | None
+    on_change: str
+    """Reaction of a resumed run to a change (``limits.py``)."""
 
     @property
     def type_name(self) -> str:
@@ -136,16 +138,18 @@ def _walk(owner: type, prefix: str) -> Iterator[Setting]:
     hints = typing.get_type_hints(owner, include_extras=True)
     for field in fields(owner):
         name = prefix + field.name
-        hint, limit, optional = hints[field.name], None, False
+        hint, marks, optional = hints[field.name], [], False
         if typing.get_origin(hint) is typing.Annotated:
-            hint, limit = typing.get_args(hint)
+            hint, *marks = typing.get_args(hint)
+        limit = next((mark for mark in marks if isinstance(mark, Limit)), None)
+        on_change = next((mark for mark in marks if isinstance(mark, str)), FREE)
         if isinstance(hint, types.UnionType):
             (hint,) = [member for member in typing.get_args(hint) if member is not type(None)]
             optional = True
         kind: type = typing.get_origin(hint) or hint
         (item_kind, *_) = typing.get_args(hint) if kind is list else (None,)
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        yield Setting(name, kind, item_kind, optional, default, limit)
+        yield Setting(name, kind, item_kind, optional, default, limit, on_change)
         if is_dataclass(kind):
             yield from _walk(kind, f"{name}.")
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron_llama.arch import recognize_format as formats
-from megatron_llama.checkpoint.changed_settings import LOGGED, Difference, check_allowed, kinds
+from megatron_llama.checkpoint.changed_settings import Difference, check_allowed
 from megatron_llama.checkpoint.foreign.megatron import read_ranks, read_torch_dist
 from megatron_llama.checkpoint.foreign.source_settings import MODEL, check_model
 from megatron_llama.checkpoint.foreign.tensors import MOMENTS, NO_SETTINGS, Foreign, map_tensors
@@ -20,8 +20,9 @@ from megatron_llama.checkpoint.foreign.torch_files import read_deepspeed, read_l
 from megatron_llama.checkpoint.foreign.torch_folders import read_dcp, read_fsdp, read_trainer
 from megatron_llama.checkpoint.manifest import State
 from megatron_llama.config import ConfigError, ModelConfig, Problem
+from megatron_llama.config.limits import LOGGED
 from megatron_llama.config.rope import equal_values
-from megatron_llama.config.settings_table import get
+from megatron_llama.config.settings_table import get, settings_by_name
 from megatron_llama.corpus.blend import MEGATRON
 from megatron_llama.data.resume_record import Record
 from megatron_llama.plan import Plan
@@ -137,5 +138,5 @@ def _differences(plan: Plan, foreign: Foreign) -> list[Difference]:
             continue
         ours = get(plan.config, name)
         if not equal_values(ours, theirs):
-            differences.append(Difference(name, theirs, ours, kinds()[name]))
+            differences.append(Difference(name, theirs, ours, settings_by_name()[name].on_change))
     return differences
