@@ -79,8 +79,6 @@ class Checkpointer:
         self.plan, self.topology, self.model, self.optimizer, self.data = plan, topology, model, optimizer, data
         self.guard = guard
         self.checkpoints = checkpoint_folder(plan.run_dir, plan.config)
-        self.bytes_read = 0
-        """Bytes that this rank read from files in the last load."""
         self.saver = Saver(self.checkpoints, topology.rank, model.device, plan.config.checkpoint)
         every = plan.config.checkpoint.memory_every_steps
         self.memory = None if every is None else MemoryCopies(self.checkpoints, topology.rank, model.device, every)
@@ -290,13 +288,13 @@ class Checkpointer:
         if foreign is not None and not foreign.has_settings:
             self._report(f"{folder} lacks {NO_SETTINGS}")
         base = [shard for shard in self.model.shards if not is_lora(shard.name)]
-        self.bytes_read = stored.load_into(contents.weights(shard for shard in base if shard.quantized is None))
-        self.bytes_read += contents.load_quantized(base, stored)
+        stored.load_into(contents.weights(shard for shard in base if shard.quantized is None))
+        contents.load_quantized(base, stored)
         self._origin = os.path.abspath(folder) if has_config else None, dtype_of(stored)
 
     def _load_adapter(self, folder: Path) -> None:
         adapter = open_adapter(folder, self.plan.model, self.plan.config.finetune)
-        self.bytes_read += adapter.load_into(contents.weights(self.model.trained))
+        adapter.load_into(contents.weights(self.model.trained))
 
     def _step_of(self, candidate: Location | MemoryCopy) -> int:
         """Return the step of a candidate for the resume; 0 for a checkpoint of another run."""
@@ -335,8 +333,8 @@ class Checkpointer:
 
             foreign = open_foreign(folder, self.plan.model, resumes=True)
             state, self._differences = resumed_state(self.plan, foreign, self.data.record(0))
-            states, read = contents.load_converted(self.optimizer, foreign.tensors)
-            self.bytes_read = read + foreign.tensors.load_into(contents.weights(self.model.trained) | states)
+            states = contents.load_converted(self.optimizer, foreign.tensors)
+            foreign.tensors.load_into(contents.weights(self.model.trained) | states)
             self._origin = None, dtype_of(foreign.tensors)
         for part in foreign.missing:
             self._report(f"{foreign.folder} lacks {part}")
@@ -366,7 +364,7 @@ class Checkpointer:
         Raises CorruptFile.
         """
         state, tensors, device = manifest.state, manifest.stored.tensors, self.model.device
-        states, read = contents.load_converted(self.optimizer, manifest.stored) if state.step > 0 else ({}, 0)
+        states = contents.load_converted(self.optimizer, manifest.stored) if state.step > 0 else {}
         targets = contents.weights(self.model.trained) | states
         missing = sorted(name for name in targets if name not in tensors)
         if missing:
@@ -379,7 +377,7 @@ class Checkpointer:
             targets[random_name] = Rectangles(shape, [((0,), saved)])
         extra = contents.extra_states(self.optimizer, self.topology.rank) if state.step > 0 else {}
         same = all(name in tensors and tensors[name].shape == held.shape for name, held in extra.items())
-        self.bytes_read = read + manifest.stored.load_into(targets | (extra if same else {}))
+        manifest.stored.load_into(targets | (extra if same else {}))
         if extra and same:
             contents.load_extra_states(self.optimizer, extra)
         elif extra:

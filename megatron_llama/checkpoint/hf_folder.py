@@ -54,12 +54,12 @@ class SafetensorsFiles(Stored):
     tensors: Mapping[str, NamedTensor]
 
     @torch.no_grad()
-    def load_into(self, targets: Mapping[str, Rectangles]) -> int:
+    def load_into(self, targets: Mapping[str, Rectangles]) -> None:
         """Fill the rectangles of ``targets``. Reopens the file per tensor, which frees its mapped pages."""
-        return sum(self._fill(self.tensors[name], rectangles) for name, rectangles in targets.items())
+        for name, rectangles in targets.items():
+            self._fill(self.tensors[name], rectangles)
 
-    def _fill(self, tensor: NamedTensor, rectangles: Rectangles) -> int:
-        read = 0
+    def _fill(self, tensor: NamedTensor, rectangles: Rectangles) -> None:
         with open_safetensors(self.folder / tensor.file) as content:
             source = content.get_slice(tensor.key)
             for offset, target in rectangles.parts:
@@ -68,10 +68,8 @@ class SafetensorsFiles(Stored):
                 values = source[tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))]
                 check_finite(self.folder / tensor.file, tensor.key, values, offset)
                 target[:rows].copy_(values)
-                read += values.nbytes
                 if rows < len(target):
                     target[rows:].copy_(mean_row(source, slice(offset[1], offset[1] + target.shape[1])))
-        return read
 
 
 def mean_row(source: Any, columns: slice) -> torch.Tensor:

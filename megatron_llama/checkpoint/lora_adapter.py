@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,30 +160,24 @@ class TrainedAdapter:
         key = TOKEN_ROWS if name == EMBEDDING else lora_name(name, "lora_A")
         return name in self.tensors.tensors or key in self.tensors.tensors
 
-    def apply(self, name: str, base: torch.Tensor, offset: Shape) -> tuple[torch.Tensor, int]:
-        """Return the trained values of a rectangle, fp32, and the bytes read; DoRA needs whole rows.
+    def apply(self, name: str, base: torch.Tensor, offset: Shape) -> torch.Tensor:
+        """Return the trained values of a rectangle, fp32; DoRA needs whole rows.
 
         Args:
             base: Frozen values of the rectangle, fp32.
             offset: Start of the rectangle in the tensor.
         """
 
-        def read(key: str, first: Shape, size: Shape) -> torch.Tensor:
-            values = base.new_empty(size)
-            held = Rectangles(self.tensors.tensors[key].shape, [(first, values)])
-            count.append(self.tensors.load_into({key: held}))
-            return values
-
-        count: list[int] = []
+        read = partial(self.tensors.read, dtype=base.dtype, device=base.device)
         if name in self.tensors.tensors:
-            return read(name, offset, base.shape), sum(count)
+            return read(name, offset, tuple(base.shape))
         if name == EMBEDDING:
             tokens, merged = self.finetune.trainable_token_indices, base.clone()
             trained = read(TOKEN_ROWS, (0, offset[1]), (len(tokens), base.shape[1]))
             for token, row in zip(tokens, trained, strict=True):
                 if offset[0] <= token < offset[0] + len(base):
                     merged[token - offset[0]] = row
-            return merged, sum(count)
+            return merged
         *_, layer, _, module, _ = name.split(".")
         adapter = layer_adapters(self.model, self.finetune, int(layer))[module]
         (first_row, first_column), (rows, columns) = offset, base.shape
@@ -192,7 +187,7 @@ class TrainedAdapter:
         if self.finetune.use_dora:
             magnitude = read(lora_name(name, MAGNITUDE), (first_row,), (rows,))
             merged.mul_((magnitude / torch.linalg.vector_norm(merged, dim=1)).unsqueeze(1))
-        return merged, sum(count)
+        return merged
 
 
 @dataclass(frozen=True)
@@ -219,29 +214,25 @@ class MergedTensors(Stored):
         return MergedTensors(base.folder, tensors, base, adapters)
 
     @torch.no_grad()
-    def load_into(self, targets: Mapping[str, Rectangles]) -> int:
+    def load_into(self, targets: Mapping[str, Rectangles]) -> None:
         """Fill the rectangles of ``targets``, one matrix at a time: two or three extra copies of it are in memory."""
         sums = {name for name in targets if any(adapter.changes(name) for adapter in self.adapters)}
-        read = self.base.load_into({name: targets[name] for name in targets.keys() - sums})
+        self.base.load_into({name: targets[name] for name in targets.keys() - sums})
         for name in sorted(sums):
             for offset, target in targets[name].parts:
-                read += self._sum(name, offset, target)
-        return read
+                self._sum(name, offset, target)
 
-    def _sum(self, name: str, offset: Shape, target: torch.Tensor) -> int:
+    def _sum(self, name: str, offset: Shape, target: torch.Tensor) -> None:
         adapters = [adapter for adapter in self.adapters if adapter.changes(name)]
         shape, whole, size, columns = self.base.tensors[name].shape, offset, tuple(target.shape), slice(None)
         if len(size) > 1 and any(adapter.finetune.use_dora for adapter in adapters):  # norms need whole rows
             whole, size, columns = (offset[0], 0), (size[0], shape[1]), slice(offset[1], offset[1] + size[1])
-        base = target.new_empty(size, dtype=torch.float32)
-        read = self.base.load_into({name: Rectangles(shape, [(whole, base)])})
+        base = self.base.read(name, whole, size, torch.float32, target.device)
         total, is_sum = base, len(adapters) > 1 or adapters[0].weight != 1
         for adapter in adapters:
-            values, count = adapter.apply(name, base, whole)
+            values = adapter.apply(name, base, whole)
             total = total.add(values - base, alpha=adapter.weight) if is_sum else values
-            read += count
         target.copy_(total[..., columns])
-        return read
 
 
 def trained_tensors(manifest: Manifest, model: ModelConfig, finetune: FinetuneConfig) -> CheckpointTensors:

@@ -78,7 +78,7 @@ class CheckpointTensors(Stored):
     """Maximum size of a block of rows; a block has at least one row."""
 
     @torch.no_grad()
-    def load_into(self, targets: Mapping[str, Rectangles]) -> int:
+    def load_into(self, targets: Mapping[str, Rectangles]) -> None:
         """Fill the rectangles of ``targets``; verify the hash of each block read."""
         by_file = dict[str, list[tuple[Chunk, torch.Tensor, ReadItem]]]()
         for name, rectangles in targets.items():
@@ -90,19 +90,21 @@ class CheckpointTensors(Stored):
                 chunk, (_, target) = tensor.chunks[item.storage_index.index], rectangles.parts[item.dest_index.index]
                 by_file.setdefault(chunk.file, []).append((chunk, target.detach(), item))
 
-        def fill(file: str) -> int:
+        def fill(file: str) -> None:
             with _open(self.folder / file) as content:
-                parts = sorted(by_file[file], key=lambda part: part[0].start)
-                return sum(self._fill(content, chunk, target, item) for chunk, target, item in parts)
+                for chunk, target, item in sorted(by_file[file], key=lambda part: part[0].start):
+                    self._fill(content, chunk, target, item)
 
         if isinstance(self.folder, Path):
-            return sum(fill(file) for file in sorted(by_file))
+            for file in sorted(by_file):
+                fill(file)
+            return
         with ThreadPoolExecutor(THREADS) as pool:
-            return sum(pool.map(torch.no_grad()(fill), sorted(by_file)))
+            list(pool.map(torch.no_grad()(fill), sorted(by_file)))  # raises the first error
 
-    def _fill(self, content: BinaryIO, chunk: Chunk, target: torch.Tensor, item: ReadItem) -> int:
-        """Copy a rectangle of a chunk into ``target``, block by block; return the bytes read."""
-        read, name = 0, item.storage_index.fqn
+    def _fill(self, content: BinaryIO, chunk: Chunk, target: torch.Tensor, item: ReadItem) -> None:
+        """Copy a rectangle of a chunk into ``target``, block by block."""
+        name = item.storage_index.fqn
         dtype = self.tensors[name].dtype
         target = target[_slices(item.dest_offsets, item.lengths)]
         first, last = item.storage_offsets[0], item.storage_offsets[0] + item.lengths[0]
@@ -114,8 +116,6 @@ class CheckpointTensors(Stored):
                 place = (chunk.offset[0] + low, *(o + c.start for o, c in zip(chunk.offset[1:], columns, strict=True)))
                 check_finite(content.name, name, values, place)
             target[low - first : high - first].copy_(values)
-            read += block.nbytes
-        return read
 
     def verify_file(self, file: str) -> None:
         """Verify all hashes of a file, and its header against the manifest. Raises CorruptFile."""

@@ -26,14 +26,12 @@ def weights(shards: Iterable[Shard], owned: bool = False) -> dict[str, Rectangle
     return _by_name((("", shard, shard.local) for shard in shards), owned)
 
 
-def load_quantized(shards: Iterable[Shard], stored: Stored) -> int:
-    """Load and quantize the quantized shards, one at a time to limit fp32 memory; return the bytes read."""
-    read = 0
+def load_quantized(shards: Iterable[Shard], stored: Stored) -> None:
+    """Load and quantize the quantized shards, one at a time to limit fp32 memory."""
     for shard in (s for s in shards if s.quantized is not None and s.rectangles):
         values = shard.values
-        read += stored.load_into(_by_name([("", shard, values)], owned=False))
+        stored.load_into(_by_name([("", shard, values)], owned=False))
         shard.store(values)
-    return read
 
 
 def optimizer_states(optimizer: Optimizer, owned: bool = False) -> dict[str, Rectangles]:
@@ -45,12 +43,12 @@ def optimizer_states(optimizer: Optimizer, owned: bool = False) -> dict[str, Rec
     return _by_name((tensor for state in optimizer.states() for tensor in _parts(*state)), owned)
 
 
-def load_converted(optimizer: Optimizer, stored: Stored) -> tuple[dict[str, Rectangles], int]:
+def load_converted(optimizer: Optimizer, stored: Stored) -> dict[str, Rectangles]:
     """Load states whose bits (8 or 32) differ from the optimizer's, one at a time: dequantize or quantize them.
 
-    Returns ``optimizer_states`` without the loaded states, and the bytes read.
+    Returns ``optimizer_states`` without the loaded states.
     """
-    others, read = optimizer_states(optimizer), 0
+    others = optimizer_states(optimizer)
     for kind, shard, state in optimizer.states():
         in_8_bits = any(f"{STATES}{kind}{SCALE}.{rectangle.name}" in stored.tensors for rectangle in shard.rectangles)
         if in_8_bits == isinstance(state, BlockwiseState) or not shard.rectangles:
@@ -59,13 +57,13 @@ def load_converted(optimizer: Optimizer, stored: Stored) -> tuple[dict[str, Rect
             others.pop(name, None)
         if isinstance(state, BlockwiseState):
             values = torch.zeros(state.codes.shape, device=state.codes.device)
-            read += stored.load_into(_by_name(_parts(kind, shard, values), owned=False))
+            stored.load_into(_by_name(_parts(kind, shard, values), owned=False))
             state[:] = values
         else:
             quantized = BlockwiseState(state, levels_on(state.device, signed=kind not in optimizer.row.unsigned_states))
-            read += stored.load_into(_by_name(_parts(kind, shard, quantized), owned=False))
+            stored.load_into(_by_name(_parts(kind, shard, quantized), owned=False))
             state.copy_(quantized[:])
-    return others, read
+    return others
 
 
 def random_state(rank: int, device: torch.device) -> dict[str, Rectangles]:

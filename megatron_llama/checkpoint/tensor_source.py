@@ -76,8 +76,8 @@ class Stored(ABC):
     tensors: Mapping[str, StoredTensor]
 
     @abstractmethod
-    def load_into(self, targets: Mapping[str, Rectangles]) -> int:
-        """Fill rectangles of the named tensors, converted to the targets' dtype; return the bytes read from files.
+    def load_into(self, targets: Mapping[str, Rectangles]) -> None:
+        """Fill rectangles of the named tensors, converted to the targets' dtype.
 
         Reads only the bytes of the rectangles. Calls no collective. Raises CorruptFile.
         """
@@ -113,17 +113,13 @@ class AveragedTensors(Stored):
         weights = [decay**age for age in range(len(older) + 1)]
         return AveragedTensors(newest.folder, tensors, [newest, *older], weights)
 
-    def load_into(self, targets: Mapping[str, Rectangles]) -> int:
-        read = 0
+    def load_into(self, targets: Mapping[str, Rectangles]) -> None:
         for name, rectangles in targets.items():
             for offset, target in rectangles.parts:
                 total = torch.zeros(target.shape, dtype=torch.float64)
                 for source, weight in zip(self.sources, self.weights, strict=True):
-                    values = torch.empty(target.shape, dtype=torch.float32)
-                    read += source.load_into({name: Rectangles(rectangles.shape, [(offset, values)])})
-                    total.add_(values, alpha=weight)
+                    total.add_(source.read(name, offset, tuple(target.shape), torch.float32), alpha=weight)
                 target.copy_(total.div_(sum(self.weights)))
-        return read
 
 
 def check_finite(

@@ -70,7 +70,7 @@ class ForeignTensors(Stored):
     sources: Mapping[str, SourceTensor]
 
     @torch.no_grad()
-    def load_into(self, targets: Mapping[str, Rectangles]) -> int:
+    def load_into(self, targets: Mapping[str, Rectangles]) -> None:
         """Fill the rectangles of ``targets``. Loads each chunk that overlaps them once, one at a time.
 
         Raises CorruptFile, also if chunks are missing.
@@ -84,15 +84,12 @@ class ForeignTensors(Stored):
                     copies.setdefault(id(chunk), (chunk, []))[1].append((name, place, here, there))
                 if values != target.numel():
                     raise CorruptFile(f"{self.folder}: has {values} of {target.numel()} values of {name} at {offset}")
-        read = 0
         for chunk, parts in sorted(copies.values(), key=lambda item: str(item[0].file)):
             values_there = chunk.load()
-            read += values_there.nbytes
             for name, place, here, there in parts:
                 part = values_there[there]
                 check_finite(chunk.file, name, part, place, negative=not name.startswith(_SQUARES))
                 here.copy_(part)
-        return read
 
     def _overlaps(
         self, runs: Sequence[TensorPart], offset: Shape, target: torch.Tensor
