@@ -41,8 +41,7 @@ def main() -> int:
     except CorruptFile as error:
         sys.stderr.write("\n".join(wrap_lines(escape_controls(f"damaged: {error}"))) + "\n")
         return 1
-    rows = [("folder", str(description.folder)), ("format", description.label), *description.rows]
-    rows += [("missing", part) for part in description.missing] or [("missing", "nothing")]
+    rows = description.rows + [("missing", part) for part in description.missing or ["nothing"]]
     if losses is not None:
         step, ours, theirs = losses
         rows.append(("first batch", f"step {step}: loss {ours:.5f} here, {theirs:.5f} in the source's log"))

@@ -81,8 +81,9 @@ def recognize(folder: Path) -> Recognized | None:
         name = _read_pointer(folder / pointer)
         if name and "/" not in name and name != ".." and _format_of(folder / name) == DEEPSPEED:
             return Recognized(DEEPSPEED, folder / name)
-    if (named := _named(folder)) is not None:
-        candidates += [named]
+    text = _read_pointer(folder / POINTER)
+    if text == "release" or (text.isdigit() and len(text) < 12):
+        candidates.append(folder / (text if text == "release" else f"iter_{int(text):07d}"))
     elif os.path.isdir(folder):
         try:
             numbered = [(int(match[1]), name) for name in os.listdir(folder) if (match := _NUMBERED.fullmatch(name))]
@@ -110,14 +111,6 @@ def rank_folders(folder: Path) -> dict[tuple[int, int], Path]:
         if match and (folder / name / RANK_FILE).is_file():
             files[int(match[1]), int(match[2] or 0)] = folder / name / RANK_FILE
     return files
-
-
-def _named(folder: Path) -> Path | None:
-    """Return the folder that Megatron's pointer names."""
-    text = _read_pointer(folder / POINTER)
-    if text == "release":
-        return folder / "release"
-    return folder / f"iter_{int(text):07d}" if text.isdigit() and len(text) < 12 else None
 
 
 def _read_pointer(path: Path) -> str:

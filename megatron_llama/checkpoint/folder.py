@@ -332,7 +332,9 @@ def move_aside(checkpoints: Location, after: int = -1) -> str:
     if not (steps := [step for step in saved_steps(checkpoints) if step > after]):
         return ""
     number = 1
-    while _exists(aside := checkpoints.with_name(f"{checkpoints.name}.{number}")):
+    aside = checkpoints
+    while bool(aside.files()) if isinstance(aside, RemotePath) else aside.exists():
+        aside = checkpoints.with_name(f"{checkpoints.name}.{number}")
         number += 1
     if isinstance(checkpoints, RemotePath):
         files = {name for name in checkpoints.files() if name in (POINTER, BEST) or _is_in_checkpoint(name)}
@@ -355,10 +357,6 @@ def move_aside(checkpoints: Location, after: int = -1) -> str:
         point_to_best(checkpoints)
     count = f"{len(steps)} {'earlier' if after < 0 else 'later'} {plural(len(steps), 'checkpoint')}"
     return f"{'starting from scratch; ' if after < 0 else ''}moved {count} to {aside}"
-
-
-def _exists(path: Location) -> bool:
-    return bool(path.files()) if isinstance(path, RemotePath) else path.exists()
 
 
 def _remove(folder: Location) -> None:

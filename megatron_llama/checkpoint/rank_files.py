@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -223,12 +223,17 @@ def _write_file(file: Any, file_name: str, parts: Sequence[Part]) -> tuple[int, 
     file.seek(len(header))
     with ThreadPoolExecutor(1) as hasher:
         for name, offset, part in parts:
-            hashes = tuple(_write_blocks(file, part.detach().contiguous(), hasher))
-            chunks.append((name, Chunk(file_name, starts[part_key(name, offset)], offset, tuple(part.shape), hashes)))
-    size = file.tell()
+            hashes = []
+            for block in _blocks(part.detach().contiguous()):
+                digest = hasher.submit(_digest, block)  # during the write
+                file.write(block)
+                hashes.append(digest.result())
+            start, size = starts[part_key(name, offset)], tuple(part.shape)
+            chunks.append((name, Chunk(file_name, start, offset, size, tuple(hashes))))
+    end = file.tell()
     file.seek(0)
     file.write(header)
-    return max(size, len(header)), chunks
+    return max(end, len(header)), chunks
 
 
 def part_header(parts: Iterable[Part]) -> tuple[bytes, dict[str, int]]:
@@ -269,14 +274,6 @@ def _read(file: BinaryIO, start: int, into: memoryview) -> None:
 def part_key(name: str, offset: Iterable[int]) -> str:
     """Return a chunk's name in its file: tensor name and offset."""
     return f"{name}@{','.join(map(str, offset))}"
-
-
-def _write_blocks(file: Any, tensor: torch.Tensor, hasher: Executor) -> Iterator[str]:
-    """Append the values; yield the hash of each block, computed in a thread during the write."""
-    for block in _blocks(tensor):
-        digest = hasher.submit(_digest, block)
-        file.write(block)
-        yield digest.result()
 
 
 def hash_blocks(tensor: torch.Tensor) -> tuple[str, ...]:

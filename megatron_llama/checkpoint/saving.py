@@ -229,16 +229,16 @@ class Saver:
         raise SaveFailed(f"{failed}\nFirst move step {state.step}: {remedy}") from None
 
     def _begin(self, state: State, delay: float = 0.0) -> None:
+        def write() -> None:
+            time.sleep(delay)
+            save_part(self._staging, partial_folder(self.checkpoints, state.step), self.rank, self.writer)
+
         self._publishing = False
-        self._work = run_in_thread("checkpoint", partial(self._write, state.step, delay))
+        self._work = run_in_thread("checkpoint", write)
 
     def _report(self, text: str) -> None:
         if self.rank == 0:
             sys.stderr.write(f"checkpoint: {text}\n")
-
-    def _write(self, step: int, delay: float) -> None:
-        time.sleep(delay)
-        save_part(self._staging, partial_folder(self.checkpoints, step), self.rank, self.writer)
 
     def _copy(self, tensors: dict[str, Rectangles]) -> None:
         """Copy to host memory that is reused by each save: new memory costs page faults."""

@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -93,9 +94,10 @@ def load_config(overrides: Sequence[str], conf_dir: Path, *, resumes: bool = Fal
     _reset_unusable_texts(config, problems)
     given = {override.key_or_group for override in values}
     settle_data_settings(config.data, given | choices.keys())
-    fill_from_folders(config, given, lambda name, value: _set(config, name, value, problems), problems)
-    fill_new_tokens(config, given, lambda name, value: _set(config, name, value, problems), problems)
-    settle_context(config.model, given, lambda name, value: _set(config, name, value, problems))
+    assign = partial(_set, config, problems=problems)
+    fill_from_folders(config, given, assign, problems)
+    fill_new_tokens(config, given, assign, problems)
+    settle_context(config.model, given, assign)
     typed = _typed(config, problems)
     if problems or typed is None:
         raise ConfigError(problems, typed)

@@ -137,20 +137,16 @@ def _read_file(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
     try:
         check_yaml(path)
         text = read_whole(path).decode()
-        return dict(_flatten(yaml.safe_load(text) or {}, "")), _read_requested(text)
+        line = next((line for line in text.splitlines() if line.startswith(_REQUESTED)), f"{_REQUESTED}null")
+        requested = json.loads(line.removeprefix(_REQUESTED))
+        values = dict(_flatten(yaml.safe_load(text) or {}, ""))
+        return values, requested if isinstance(requested, dict) else None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}," if mark else str(path)
         reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or str(error)
         instead = "correct that file; or move it away, and write all settings on the command line"
         raise ConfigError([Problem("run.dir", str(folder), f"{where} cannot be read: {reason}", instead)]) from error
-
-
-def _read_requested(text: str) -> dict[str, Any] | None:
-    """Return the settings in the file's comment; None without that comment."""
-    line = next((line for line in text.splitlines() if line.startswith(_REQUESTED)), None)
-    values = None if line is None else json.loads(line.removeprefix(_REQUESTED))
-    return values if isinstance(values, dict) else None
 
 
 def _guess_requested(values: Mapping[str, Any]) -> dict[str, Any]:

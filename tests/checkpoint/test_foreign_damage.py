@@ -58,7 +58,7 @@ PICKLES: dict[str, tuple[bytes, str]] = {
     "cycle": (pickle.dumps(_cycle()), "it contains itself"),
     "length": (b"\x80\x05\x96" + b"\xff" * 7 + b"\x7f.", "an opcode that neither torch.save nor DCP writes"),
     "quantized": (b"\x80\x02ctorch._utils\n_rebuild_qtensor\n.", "_rebuild_qtensor, an unknown kind of tensor"),
-    "operations": (b"\x80\x02" + b"N0" * 600 + b"N.", "more than 1,000 operations"),
+    "size": (b"\x80\x02" + b"N0" * 600 + b"N.", "more than 1,000 bytes"),
     "code": (pickle.dumps(print), "builtins.print, which can execute code"),
     "list of pairs": (b"\x80\x02ccollections\nOrderedDict\n](NNe\x85R.", "builds a dictionary"),
 }
@@ -67,8 +67,8 @@ PICKLES: dict[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize(("content", "words"), PICKLES.values(), ids=PICKLES)
 def test_pickles_take_bounded_work(content: bytes, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pickle is .metadata, or inside a file of torch.save, whose reader has no such limits."""
-    if "operations" in words:
-        monkeypatch.setattr(unpickle, "MOST_OPERATIONS", 1000)
+    if "1,000 bytes" in words:
+        monkeypatch.setattr(unpickle, "MOST_BYTES", 1000)
     (tmp_path / ".metadata").write_bytes(content)
     with raises_with_message(CorruptFile, words):
         load_metadata(tmp_path / ".metadata")

@@ -27,12 +27,8 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 class Description:
     """Contents of a checkpoint folder."""
 
-    folder: Path
-    """Folder of the checkpoint: the newest one in a folder with several."""
-    label: str
-    """Name of the format."""
-    rows: list[tuple[str, str]] = field(default_factory=list)
-    """(part, value)."""
+    rows: list[tuple[str, str]]
+    """(part, value): the folder, of the newest checkpoint in a folder with several, the format, and the contents."""
     missing: list[str] = field(default_factory=list)
     """Parts that a complete checkpoint of the format has."""
 
@@ -50,21 +46,21 @@ def describe(folder: Path) -> Description:
     if recognized is None:
         rule = "there is no such folder" if not folder.exists() else "has no checkpoint of a known format"
         raise ConfigError([Problem("PATH", str(folder), rule, "name the folder of a checkpoint, or of a run")])
-    result = Description(recognized.folder, formats.LABELS[recognized.format])
+    result = Description([("folder", str(recognized.folder)), ("format", formats.LABELS[recognized.format])])
     if recognized.format == formats.OURS:
-        _ours(result)
+        _ours(result, recognized.folder)
     if recognized.format == formats.HF:
-        tensors = all_tensors(result.folder)
+        tensors = all_tensors(recognized.folder)
         _weights(result, tensors, len({tensor.file for tensor in tensors.values()}))
     if recognized.format in (formats.HF, formats.TRAINER):
-        _hf_files(result)
+        _hf_files(result, recognized.folder)
     if recognized.is_foreign:
         _foreign(result, read_foreign(recognized))
     return result
 
 
-def _ours(result: Description) -> None:
-    manifest = read_manifest(result.folder)
+def _ours(result: Description, folder: Path) -> None:
+    manifest = read_manifest(folder)
     state, tensors = manifest.state, manifest.stored.tensors
     weights = {n: t for n, t in tensors.items() if not n.startswith((STATES, "random."))}
     _weights(result, weights, len(manifest.files))
@@ -79,16 +75,16 @@ def _ours(result: Description) -> None:
         result.missing.append("optimizer states")
 
 
-def _hf_files(result: Description) -> None:
+def _hf_files(result: Description, folder: Path) -> None:
     """Describe the files of a Hugging Face folder beside its weights."""
-    if not (result.folder / "config.json").is_file():
+    if not (folder / "config.json").is_file():
         result.missing.append("config.json: write the model's settings")
     else:
         try:
-            result.rows.append(("model type", str(read_hf_config(str(result.folder)).get("model_type"))))
+            result.rows.append(("model type", str(read_hf_config(str(folder)).get("model_type"))))
         except ValueError as error:
-            raise CorruptFile(f"{result.folder}/config.json: {error}") from None
-    if not any((result.folder / name).is_file() for name in _TOKENIZERS):
+            raise CorruptFile(f"{folder}/config.json: {error}") from None
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
         result.missing.append("a tokenizer")
 
 

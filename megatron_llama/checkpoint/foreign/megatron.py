@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,9 @@ def read_torch_dist(folder: Path) -> Foreign:
     """Read a torch_dist folder. Raises CorruptFile if it is damaged or malicious."""
     dcp = open_dcp(folder)
     common = read_common(dcp)
-    prefix = _prefix(dcp.tensors)
+    embedding = MEGATRON_TOP["model.embed_tokens.weight"]
+    found = [key for key in dcp.tensors if key.endswith(embedding) and not key.startswith("optimizer")]
+    prefix = min(found, key=len, default=embedding).removesuffix(embedding)
     stacked = f"{prefix}decoder.layers.mlp.linear_fc2.weight" in dcp.tensors
     names = partial(megatron_names, keys=dcp.tensors, prefix=prefix, stacked=stacked)
     result = Foreign(TORCH_DIST, folder, dict(dcp.tensors), names, "optimizer.state.{kind}.{name}", prefix)
@@ -56,13 +58,6 @@ def read_torch_dist(folder: Path) -> Foreign:
         reason = f"Adam's moments are stored by buffers ({kind}), whose layout is not in the checkpoint"
         result.without_moments = f"{reason}: save with --dist-ckpt-optim-fully-reshardable"
     return result
-
-
-def _prefix(keys: Collection[str]) -> str:
-    """Return the text before ``embedding.word_embeddings.weight``."""
-    ending = MEGATRON_TOP["model.embed_tokens.weight"]
-    names = sorted((key for key in keys if key.endswith(ending) and not key.startswith("optimizer")), key=len)
-    return names[0].removesuffix(ending) if names else ""
 
 
 def read_common(dcp: DcpFolder) -> dict[str, Any]:

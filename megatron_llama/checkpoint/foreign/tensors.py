@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from megatron_llama.checkpoint.tensor_source import (
     check_finite,
 )
 from megatron_llama.config import ConfigError, ModelConfig, Problem
-from megatron_llama.system.object_store import Location
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's states, by torch's names."""
@@ -79,9 +78,11 @@ class ForeignTensors(Stored):
         for name, rectangles in targets.items():
             for offset, target in rectangles.parts:
                 values = 0
-                for chunk, place, here, there in self._overlaps(self.tensors[name].runs, offset, target):
-                    values += here.numel()
-                    copies.setdefault(id(chunk), (chunk, []))[1].append((name, place, here, there))
+                for run in self.tensors[name].runs:
+                    for chunk in self.sources[run.key].chunks:
+                        if (overlap := _overlap(run, chunk, offset, target)) is not None:
+                            values += overlap[1].numel()
+                            copies.setdefault(id(chunk), (chunk, []))[1].append((name, *overlap))
                 if values != target.numel():
                     raise CorruptFile(f"{self.folder}: has {values} of {target.numel()} values of {name} at {offset}")
         for chunk, parts in sorted(copies.values(), key=lambda item: str(item[0].file)):
@@ -91,25 +92,20 @@ class ForeignTensors(Stored):
                 check_finite(chunk.file, name, part, place, negative=not name.startswith(_SQUARES))
                 here.copy_(part)
 
-    def _overlaps(
-        self, runs: Sequence[TensorPart], offset: Shape, target: torch.Tensor
-    ) -> Iterator[tuple[SourceChunk, Shape, torch.Tensor, tuple[slice | int, ...]]]:
-        """Yield (chunk, offset of the overlap, its part of ``target``, its index in the chunk)."""
-        for run in runs:
-            low = [max(o, r) for o, r in zip(offset, run.offset, strict=True)]
-            high = [min(o + n, r + m) for o, n, r, m in zip(offset, target.shape, run.offset, run.size, strict=True)]
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                for chunk in self.sources[run.key].chunks:
-                    yield from _overlap(run, chunk, low, high, offset, target)
-
 
 def _overlap(
-    run: TensorPart, chunk: SourceChunk, low: list[int], high: list[int], offset: Shape, target: torch.Tensor
-) -> Iterator[tuple[SourceChunk, Shape, torch.Tensor, tuple[slice | int, ...]]]:
-    """Yield the overlap of [low, high) of a Hugging Face tensor with a chunk, if any."""
+    run: TensorPart, chunk: SourceChunk, offset: Shape, target: torch.Tensor
+) -> tuple[Shape, torch.Tensor, tuple[slice | int, ...]] | None:
+    """Return the overlap of a chunk with a rectangle of a Hugging Face tensor at ``offset``; None without any.
+
+    Returns:
+        (offset of the overlap, its part of ``target``, its index in the chunk).
+    """
     lead = len(run.lead)
     if any(not o <= i < o + n for i, o, n in zip(run.lead, chunk.offset[:lead], chunk.size[:lead], strict=True)):
-        return
+        return None
+    low = [max(o, r) for o, r in zip(offset, run.offset, strict=True)]
+    high = [min(o + n, r + m) for o, n, r, m in zip(offset, target.shape, run.offset, run.size, strict=True)]
     index: list[slice | int] = [i - o for i, o in zip(run.lead, chunk.offset[:lead], strict=True)]
     place, ends = list[int](), list[int]()
     for axis, (first, last) in enumerate(zip(low, high, strict=True)):
@@ -119,12 +115,12 @@ def _overlap(
         zero = run.start[axis] - step * run.offset[axis]
         first, last = max(first, -((zero - begin) // step)), min(last, (begin + count - 1 - zero) // step + 1)
         if first >= last:
-            return
+            return None
         place.append(first)
         ends.append(last)
         index.append(slice(zero + step * first - begin, zero + step * (last - 1) - begin + 1, step))
     here = target[tuple(slice(a - o, b - o) for a, b, o in zip(place, ends, offset, strict=True))]
-    yield chunk, tuple(place), here, tuple(index)
+    return tuple(place), here, tuple(index)
 
 
 @dataclass
@@ -232,7 +228,11 @@ def map_tensors(foreign: Foreign, model: ModelConfig, *, masters: bool = False) 
     copies = [found for kind in MASTERS if (found := find_states(kind, names.shapes))] if masters else []
     for key, new in copies[0].items() if copies else ():
         used[key] = sources[new]
-    check_dtypes(folder, used)
+    if others := [name for name, tensor in used.items() if tensor.dtype not in WEIGHT_DTYPES.values()]:
+        dtype = str(used[others[0]].dtype).removeprefix("torch.")
+        more = f", and {len(others) - 1} more tensors have such dtypes" if len(others) > 1 else ""
+        rule = f"{others[0]} has dtype {dtype}{more}; weights are {', '.join(WEIGHT_DTYPES)}"
+        raise ConfigError([Problem("model", str(folder), rule, "name a checkpoint that is not quantized")])
     if heads:
         _check_heads(folder, sources, heads, names.runs[EMBEDDING][0].key)
     return ForeignTensors(folder, tensors, used)
@@ -251,16 +251,6 @@ def _check_heads(folder: Path, sources: Mapping[str, SourceTensor], heads: Seque
             rule = f"model.tie_word_embeddings is true, but {head} differs from {embedding}"
             instead = "write model.tie_word_embeddings=false, to use both"
             raise ConfigError([Problem("model", str(folder), rule, instead)])
-
-
-def check_dtypes(folder: Location, tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise ConfigError if tensors have a dtype that is no weight's, such as integers of quantized weights."""
-    others = [name for name, tensor in tensors.items() if tensor.dtype not in WEIGHT_DTYPES.values()]
-    if others:
-        dtype = str(tensors[others[0]].dtype).removeprefix("torch.")
-        more = f", and {len(others) - 1} more tensors have such dtypes" if len(others) > 1 else ""
-        rule = f"{others[0]} has dtype {dtype}{more}; weights are {', '.join(WEIGHT_DTYPES)}"
-        raise ConfigError([Problem("model", str(folder), rule, "name a checkpoint that is not quantized")])
 
 
 def weight_names(keys: Iterable[str]) -> list[str]:

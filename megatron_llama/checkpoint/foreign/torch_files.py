@@ -161,7 +161,10 @@ def _universal(folder: Path, shapes: Mapping[str, Shape], result: Foreign) -> It
             file = path / f"{kind}.pt"
             if not file.is_file():
                 continue
-            content = load_tensor(file)
+            content = load_pickle(file, file)
+            content = content.get("param") if isinstance(content, dict) else content
+            if not isinstance(content, torch.Tensor):
+                raise CorruptFile(f"{file}: contains no tensor")
             check_stored(file, {path.name: content})
             shape = shapes.get(path.name, tuple(content.shape)) if content.dim() == 1 else tuple(content.shape)
             name = path.name if kind == _FP32 else f"{kind}.{path.name}"
@@ -193,15 +196,6 @@ def _rank_files(folder: Path, kind: str) -> list[Path]:
     if sorted(files) != list(range(len(files))):
         raise CorruptFile(f"{folder}: has the files of {len(files)} of {max(files) + 1} ranks (*_{kind}_states.pt)")
     return [files[rank] for rank in sorted(files)]
-
-
-def load_tensor(path: Path) -> torch.Tensor:
-    """Return the tensor in a file, or under "param" in it. Raises CorruptFile."""
-    content = load_pickle(path, path)
-    content = content.get("param") if isinstance(content, dict) else content
-    if not isinstance(content, torch.Tensor):
-        raise CorruptFile(f"{path}: contains no tensor")
-    return content
 
 
 def _partitions(folder: Path, groups: list[list[str]], shapes: Mapping[str, Shape], result: Foreign) -> Sources:

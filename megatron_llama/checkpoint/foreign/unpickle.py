@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import pickle
 import re
 import zipfile
@@ -26,9 +27,9 @@ from megatron_llama.checkpoint.tensor_source import CorruptFile
 from megatron_llama.devices import HOST
 from megatron_llama.system.files import open_regular
 
-MOST_OPERATIONS = 1_000_000_000
-"""Opcodes of a pickle. A chunk of a tensor takes about 60 in ``.metadata``: 405B with moments on 1,024 ranks has 3.5
-million chunks. Each opcode has a byte of the file, so a small file ends early."""
+MOST_BYTES = 1_000_000_000
+"""Size of a pickle, whose opcodes have a byte or more each. A chunk of a tensor takes about 150 bytes in ``.metadata``:
+405B with moments on 1,024 ranks has 3.5 million chunks."""
 MOST_DEPTH = 64
 """Nested containers."""
 MOST_SHARING = 100
@@ -121,22 +122,16 @@ _PLAIN: dict[str, Any] = {
 
 
 class _Scanner(pickle._Unpickler):  # type: ignore[name-defined, misc]
-    """An unpickler with a limit of opcodes that builds plain values, and ``Inert`` objects of permitted classes."""
+    """An unpickler that builds plain values, and ``Inert`` objects of permitted classes."""
 
     stack: list[Any]
 
     def __init__(self, file: BinaryIO, permitted: tuple[re.Pattern[str], ...]) -> None:
         super().__init__(file, encoding="utf-8")
-        self.permitted, self.operations = permitted, 0
+        self.permitted = permitted
         self.classes: dict[str, type[Inert]] = {}
         self.storages: dict[str, int] = {}
         """Bytes of each storage."""
-
-    def count(self) -> None:
-        """Count an opcode."""
-        self.operations += 1
-        if self.operations > MOST_OPERATIONS:
-            raise pickle.UnpicklingError(f"it has more than {MOST_OPERATIONS:,} operations")
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a builder of plain values, or a subclass of ``Inert``. Raises UnpicklingError for unknown names."""
@@ -165,14 +160,6 @@ class _Scanner(pickle._Unpickler):  # type: ignore[name-defined, misc]
         return Inert(key)
 
 
-def _counted(opcode: Any) -> Any:
-    def count_and_run(reader: _Scanner) -> None:
-        reader.count()
-        opcode(reader)
-
-    return count_and_run
-
-
 def _reject(_: _Scanner) -> None:
     raise pickle.UnpicklingError("it contains an opcode that neither torch.save nor DCP writes")
 
@@ -194,8 +181,7 @@ def _dispatch() -> dict[int, Any]:
     omitted |= {"EMPTY_SET", "ADDITEMS", "FROZENSET", "DICT"}
     opcodes: dict[int, Any] = dict.fromkeys(range(256), _reject) | pickle._Unpickler.dispatch  # type: ignore[attr-defined]
     opcodes |= {getattr(pickle, name)[0]: _reject for name in omitted}
-    opcodes |= {pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items}
-    return {code: opcode if code == pickle.STOP[0] else _counted(opcode) for code, opcode in opcodes.items()}
+    return opcodes | {pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items}
 
 
 _Scanner.dispatch = _dispatch()
@@ -239,8 +225,10 @@ def _parts(value: Any) -> list[Any] | None:
     return [*value.values, *value.named.values(), value.state] if isinstance(value, Inert) else None
 
 
-def _scan(file: BinaryIO, *permitted: re.Pattern[str]) -> tuple[Any, _Scanner]:
+def _scan(file: BinaryIO, size: int, permitted: tuple[re.Pattern[str], ...]) -> tuple[Any, _Scanner]:
     """Return the plain content of a pickle, and its scanner. Raises UnpicklingError for hostile or damaged ones."""
+    if size > MOST_BYTES:
+        raise pickle.UnpicklingError(f"its pickle has more than {MOST_BYTES:,} bytes")
     scanner = _Scanner(file, permitted)
     try:
         content = scanner.load()
@@ -275,7 +263,7 @@ def load_metadata(path: Path) -> Any:
         CorruptFile: The file is damaged or hostile, or contains other classes than DCP's.
     """
     with _named(path), open_regular(path) as file:
-        metadata, _ = _scan(file, _METADATA)
+        metadata, _ = _scan(file, os.fstat(file.fileno()).st_size, (_METADATA,))
     for name in ("state_dict_metadata", "storage_data"):
         if not isinstance(getattr(metadata, name, None), dict):
             raise CorruptFile(f"{path}: is not the metadata of torch.distributed.checkpoint: it has no {name}")
@@ -333,7 +321,7 @@ def _scan_archive(file: BinaryIO, size: int, permitted: tuple[re.Pattern[str], .
             raise pickle.UnpicklingError("its entries overlap")
         (name,) = [name for name in entries if name.partition("/")[2] == "data.pkl"]
         with archive.open(name) as content:
-            _, scanner = _scan(content, *permitted)  # type: ignore[arg-type]
+            _, scanner = _scan(content, entries[name].file_size, permitted)  # type: ignore[arg-type]
     folder = name.removesuffix("data.pkl")
     for key, length in scanner.storages.items():
         if entries[f"{folder}data/{key}"].file_size < length:
@@ -343,8 +331,8 @@ def _scan_archive(file: BinaryIO, size: int, permitted: tuple[re.Pattern[str], .
 
 def _scan_legacy(file: BinaryIO, size: int, permitted: tuple[re.Pattern[str], ...]) -> Collection[str]:
     """Check a file of torch before 1.6, five pickles and the storages; return the names of its classes."""
-    magic, protocol, system, (_, scanner), _ = (_scan(file, *permitted) for _ in range(5))
-    del magic, protocol, system
+    scans = [_scan(file, min(size, MOST_BYTES), permitted) for _ in range(5)]  # the storages follow
+    _, scanner = scans[3]
     if sum(scanner.storages.values()) > size:
         raise pickle.UnpicklingError("its storages exceed the file")
     return scanner.classes
