@@ -209,10 +209,9 @@ def parse_manifest(folder: Location, body: dict[str, Any], file: str = NAME) -> 
 
 
 def _tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, int], block_bytes: int) -> ChunkedTensor:
-    shape, dtype = parse_shape(entry["shape"]), DTYPES[entry["dtype"]]
-    return ChunkedTensor(
-        dtype, shape, [_chunk(name, chunk, dtype.itemsize, files, block_bytes) for chunk in entry["chunks"]]
-    )
+    dtype = DTYPES[entry["dtype"]]
+    chunks = [_chunk(name, chunk, dtype.itemsize, files, block_bytes) for chunk in entry["chunks"]]
+    return ChunkedTensor(dtype, parse_shape(entry["shape"]), chunks)
 
 
 def _chunk(name: str, entry: Mapping[str, Any], itemsize: int, files: Mapping[str, int], block_bytes: int) -> Chunk:

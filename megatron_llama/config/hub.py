@@ -53,7 +53,7 @@ def resolve_hub_name(name: str, kind: str = MODEL, *, weights: bool = False) -> 
         try:
             return str(mirror(RemotePath(name), _WHOLE if weights or kind == DATASET else _SMALL))
         except (OSError, ValueError) as error:
-            _failures[name] = getattr(error, "strerror", None) or str(error)
+            _failures[name] = _reason(error)
             return name
     if os.path.exists(name) or not is_hub_name(name):
         return name
@@ -76,21 +76,16 @@ def fetch_weights(folder: str) -> list[Problem]:
 
     The folder may also be the copy of a folder in an object store.
     """
-    path, name = Path(folder), hub_name(folder)
-    if (remote := mirrored(path)) is not None:
-        try:
-            mirror(remote, _WHOLE)
-        except OSError as error:
-            instead = "run the same command again"
-            return [Problem("init_from", remote.url, f"its weights could not be downloaded: {error.strerror}", instead)]
-        return []
+    path, name, remote = Path(folder), hub_name(folder), mirrored(Path(folder))
     try:
-        if not name or (path / SINGLE).exists() or _is_complete(path):
-            return []
-        _download(name, *_request(f"{name}@{path.name}", MODEL, _WHOLE))
+        if remote is not None:
+            mirror(remote, _WHOLE)
+        elif name and not (path / SINGLE).exists() and not _is_complete(path):
+            _download(name, *_request(f"{name}@{path.name}", MODEL, _WHOLE))
     except Exception as error:  # of huggingface_hub, its HTTP library, the disk
         rule = f"its weights could not be downloaded: {_reason(error)}"
-        return [Problem("init_from", folder, rule, f"run the same command again, or {_command(name, MODEL)}")]
+        instead = "run the same command again" + (f", or {_command(name, MODEL)}" if name else "")
+        return [Problem("init_from", remote.url if remote else folder, rule, instead)]
     return []
 
 
@@ -195,7 +190,8 @@ def _reason(error: Exception) -> str:
     }
     causes = [type(error).__name__, type(error.__cause__).__name__]
     reasons = [text[cause] for cause in reversed(causes) if cause in text]
-    return reasons[0] if reasons else " ".join(str(error).split())[:300] or causes[0]
+    plain = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
+    return reasons[0] if reasons else plain or causes[0]
 
 
 def cache_folder() -> Path:

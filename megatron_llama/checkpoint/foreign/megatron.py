@@ -2,6 +2,7 @@
 
 A torch_dist folder is a DCP folder with ``common.pt``: arguments, iteration, parameter groups. All layouts of the
 source write the same tensors. Megatron-Bridge adds ``train_state.pt``, and NeMo 2 prefixes names with ``module.``.
+Readers raise CorruptFile for damaged, malicious and missing files, and for shards of different shapes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _LEGACY = (
 
 
 def read_torch_dist(folder: Path) -> Foreign:
-    """Read a torch_dist folder. Raises CorruptFile if it is damaged or malicious."""
+    """Read a torch_dist folder."""
     dcp = open_dcp(folder)
     common = read_common(dcp)
     embedding = MEGATRON_TOP["model.embed_tokens.weight"]
@@ -61,11 +62,7 @@ def read_torch_dist(folder: Path) -> Foreign:
 
 
 def read_common(dcp: DcpFolder) -> dict[str, Any]:
-    """Return the state that all ranks share: common.pt, or an object among the tensors (megatron-core 0.19).
-
-    Raises:
-        CorruptFile: It is missing, damaged or malicious.
-    """
+    """Return the state that all ranks share: common.pt, or an object among the tensors (megatron-core 0.19)."""
     if (dcp.folder / COMMON).exists():
         return load_dict(dcp.folder / COMMON)
     names = [name for name in dcp.objects if name.partition("/")[0] == "common_state"]
@@ -76,7 +73,7 @@ def read_common(dcp: DcpFolder) -> dict[str, Any]:
 
 
 def load_dict(path: Path) -> dict[str, Any]:
-    """Return the dictionary in a file of torch.save. Raises CorruptFile."""
+    """Return the dictionary in a file of torch.save."""
     content = load_pickle(path, path, namespace=True)
     if not isinstance(content, dict):
         raise CorruptFile(f"{path}: contains no dictionary")
@@ -84,11 +81,7 @@ def load_dict(path: Path) -> dict[str, Any]:
 
 
 def _describe_source(result: Foreign, content: Mapping[str, Any], tensor_ranks: int | None = None) -> None:
-    """Set step, position, learning rate, facts and vocabulary from common.pt or from a rank's file.
-
-    Raises:
-        CorruptFile: A file with settings cannot be read.
-    """
+    """Set step, position, learning rate, facts and vocabulary from common.pt or from a rank's file."""
     has_arguments = isinstance(content.get("args"), argparse.Namespace)
     arguments = vars(content["args"]) if has_arguments else read_run_config(result.folder)
     read_arguments(result, arguments)
@@ -161,11 +154,7 @@ def _find(value: Any, name: str) -> Any:
 
 
 def read_ranks(folder: Path) -> Foreign:
-    """Read Megatron's older files, ``mp_rank_00_000/model_optim_rng.pt``: weights only.
-
-    Raises:
-        CorruptFile: A file is damaged, malicious or missing.
-    """
+    """Read Megatron's older files, ``mp_rank_00_000/model_optim_rng.pt``: weights only."""
     files = rank_folders(folder)
     tensor_ranks, stages = (1 + max(rank[axis] for rank in files) for axis in (0, 1))
     absent = [(t, p) for t in range(tensor_ranks) for p in range(stages) if (t, p) not in files]
@@ -230,11 +219,7 @@ def _joined(name: str, shards: list[torch.Tensor], files: list[Path]) -> SourceT
 
 
 def joined(name: str, shards: Sequence[torch.Tensor], files: Sequence[Path], axis: int | None) -> SourceTensor:
-    """Return a tensor whose shards are consecutive along ``axis``; None: all files have the whole tensor.
-
-    Raises:
-        CorruptFile: The shards have other dimensions.
-    """
+    """Return a tensor whose shards are consecutive along ``axis``; None: all files have the whole tensor."""
     whole = shards[0]
     if whole.dim() not in (1, 2) or (axis or 0) >= whole.dim() or any(s.shape != whole.shape for s in shards):
         raise CorruptFile(f"{files[0]}: {name} has {whole.dim()} dimensions, or another shape than in other files")

@@ -1,7 +1,8 @@
 """Checkpoints in files of torch.save: Meta's ``consolidated.*.pth``, litgpt's ``lit_model.pth``, DeepSpeed's ZeRO.
 
 Sources of the layouts: meta-llama's ``llama/generation.py``, litgpt's ``scripts/convert_hf_checkpoint.py``, DeepSpeed's
-``utils/zero_to_fp32.py`` and ``checkpoint/ds_to_universal.py``.
+``utils/zero_to_fp32.py`` and ``checkpoint/ds_to_universal.py``. Readers raise CorruptFile for damaged, malicious and
+missing files.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _FP32 = "fp32"
 
 
 def read_meta(folder: Path) -> Foreign:
-    """Read Meta's folder. Raises CorruptFile if a file is damaged, malicious or missing."""
+    """Read Meta's folder."""
     params = read_json(folder / "params.json")
     if not isinstance(params, dict) or not isinstance(width := params.get("dim"), int):
         raise CorruptFile(f"{folder / 'params.json'}: has no dim")
@@ -73,7 +74,7 @@ def read_meta(folder: Path) -> Foreign:
 
 
 def read_litgpt(folder: Path) -> Foreign:
-    """Read litgpt's folder. Raises CorruptFile if a file is damaged or malicious."""
+    """Read litgpt's folder."""
     path, settings = folder / "lit_model.pth", folder / "model_config.yaml"
     result = Foreign(LITGPT, folder, without_moments=WEIGHTS_ONLY)
     config = read_yaml(settings) if settings.is_file() else {}
@@ -103,10 +104,7 @@ def _state_dict(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_deepspeed(folder: Path) -> Foreign:
-    """Read weights, ``exp_avg.NAME``, ``exp_avg_sq.NAME``, and the settings of DeepSpeed's folder.
-
-    Raises CorruptFile if a file is damaged, malicious or missing.
-    """
+    """Read weights, ``exp_avg.NAME``, ``exp_avg_sq.NAME``, and the settings of DeepSpeed's folder."""
     result = Foreign(DEEPSPEED, folder, states="{kind}.{name}")
     files = [p for p in sorted(folder.iterdir()) if p.name.endswith("_model_states.pt") and "expert" not in p.name]
     others = [path.name for path in files if "mp_rank_00_model" not in path.name]

@@ -1,4 +1,7 @@
-"""Checkpoints of torchtitan, accelerate's FSDP and Hugging Face's Trainer: torch's own formats, other names."""
+"""Checkpoints of torchtitan, accelerate's FSDP and Hugging Face's Trainer: torch's own formats, other names.
+
+Readers of folders raise CorruptFile for damaged, malicious and missing files.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,7 @@ _NO_POSITION = "the position in the data, which the format does not store"
 
 
 def read_dcp(folder: Path) -> Foreign:
-    """Read a DCP folder with torchtitan's or Hugging Face's names.
-
-    Raises:
-        CorruptFile: The folder is damaged or malicious.
-    """
+    """Read a DCP folder with torchtitan's or Hugging Face's names."""
     dcp = open_dcp(folder)
     result = Foreign(formats.DCP, folder)
     _read_parts(result, dcp, dcp)
@@ -42,11 +41,7 @@ def read_dcp(folder: Path) -> Foreign:
 
 
 def read_fsdp(folder: Path) -> Foreign:
-    """Read a folder of accelerate's FSDP, with or without the Trainer's files, which may have no optimizer.
-
-    Raises:
-        CorruptFile: The folder is damaged or malicious.
-    """
+    """Read a folder of accelerate's FSDP, with or without the Trainer's files, which may have no optimizer."""
     states = folder / formats.FSDP_OPTIMIZER
     has_states = (states / formats.METADATA).is_file()
     result = Foreign(formats.FSDP, folder)
@@ -77,12 +72,7 @@ def _read_parts(result: Foreign, model: DcpFolder, optimizer: DcpFolder) -> None
 
 
 def read_trainer(folder: Path) -> Foreign:
-    """Read a folder ``checkpoint-100`` of Hugging Face's Trainer.
-
-    Raises:
-        ConfigError: The folder has no safetensors files, or other dtypes than floats.
-        CorruptFile: The folder is damaged or malicious.
-    """
+    """Read a folder ``checkpoint-100`` of Hugging Face's Trainer. Raises ConfigError without weights in floats."""
     files = SafetensorsFiles(folder, all_tensors(folder))
     result = Foreign(formats.TRAINER, folder, states="{kind}.{name}")
     result.without_moments = f"Adam's moments ({OPTIMIZER_FILE})"
