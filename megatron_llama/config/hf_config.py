@@ -340,13 +340,19 @@ def fill_from_adapter(
     tokens = content.get(TOKEN_INDICES)
     if isinstance(tokens, dict) and tokens.keys() == {"embed_tokens"}:
         content[TOKEN_INDICES] = tokens["embed_tokens"]
-    wrong = unsupported_lora(content)
+    if isinstance(layer := content.get("layers_to_transform"), int):
+        content["layers_to_transform"] = [layer]
+    values = {name: content.get(name) or _LORA_DEFAULTS.get(name, []) for name in LORA_SETTINGS}
+    settings = {theirs: settings_by_name()[f"finetune.{ours}"] for theirs, ours in LORA_SETTINGS.items()}
+    wrong = [*_unsupported_lora(content)]
+    wrong += [
+        f"its {name} is {show_value(values[name])}, not {setting.type_name}"
+        for name, setting in settings.items()
+        if not setting.has_type(values[name])
+    ]
     problems += [Problem("finetune.adapter", folder, clause, "write a plain LoRA adapter") for clause in wrong]
-    for theirs, ours in LORA_SETTINGS.items() if not wrong else ():
-        name, value = f"finetune.{ours}", content.get(theirs)
-        if theirs == "layers_to_transform" and isinstance(value, int):
-            value = [value]
-        value = value or _LORA_DEFAULTS.get(theirs, [])
+    for theirs, value in values.items() if not wrong else ():
+        name = settings[theirs].name
         if name in given:
             rule = f"is set by the adapter in {folder}: {format_value(value)}"
             problems.append(Problem(name, None, rule, f"omit {name}"))
@@ -376,32 +382,13 @@ def _module_names(names: list[str]) -> list[str]:
     return list(layers) if whole else names
 
 
-def unsupported_lora(content: dict[str, Any]) -> list[str]:
-    """Return a clause for each key of an adapter_config.json that differs from plain LoRA."""
-    clauses = []
+def _unsupported_lora(content: dict[str, Any]) -> Iterator[str]:
+    """Yield a clause for each key of an adapter_config.json that differs from plain LoRA."""
     for name, value in content.items():
         may = _PLAIN_LORA.get(name, ())
         if value and value not in may and (name not in (*LORA_SETTINGS, *_IRRELEVANT) or may):
             rule = f"only {' or '.join(map(repr, may))} is supported" if may else "only plain LoRA is supported"
-            clauses.append(f"its {name} is {show_value(value)}, and {rule}")
-    for name in _LORA_SWITCHES:
-        if not isinstance(content.get(name, False), bool):
-            clauses.append(f"its {name} must be true or false")
-    for name in ("target_modules", "modules_to_save", "exclude_modules"):
-        value = content.get(name)
-        optional = value is None and name != "target_modules"
-        if not optional and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
-            clauses.append(f"its {name} must be a list of names")
-    layers = content.get("layers_to_transform")
-    if not all(type(layer) is int for layer in (layers if isinstance(layers, list) else [layers or 0])):
-        clauses.append("its layers_to_transform must be a list of layer numbers")
-    tokens = content.get(TOKEN_INDICES) or []
-    if not (isinstance(tokens, list) and all(type(token) is int for token in tokens)):
-        clauses.append(f"its {TOKEN_INDICES} must be a list of token ids, or a mapping with only embed_tokens")
-    for name in ("rank_pattern", "alpha_pattern"):
-        if not isinstance(content.get(name) or {}, dict):
-            clauses.append(f"its {name} must be a mapping")
-    return clauses
+            yield f"its {name} is {show_value(value)}, and {rule}"
 
 
 def folder_hint(folder: str) -> str:
