@@ -1,6 +1,6 @@
 """Files of a checkpoint: one plain safetensors file per rank, with a hash per block of rows.
 
-torch.distributed.checkpoint plans which rectangles of the files a rank reads. Its storage is not used: it writes a
+A rank reads the rectangles of the files that overlap its own. torch.distributed.checkpoint is not used: it writes a
 pickle and one archive per tensor, and requires collectives.
 """
 
@@ -16,13 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_llama.arch.hf_tp_mapping import Shape
 from megatron_llama.checkpoint.tensor_source import (
@@ -32,6 +30,7 @@ from megatron_llama.checkpoint.tensor_source import (
     Stored,
     StoredTensor,
     check_finite,
+    overlap,
     safetensors_header,
 )
 from megatron_llama.system.files import open_regular, write_atomically
@@ -80,20 +79,20 @@ class CheckpointTensors(Stored):
     @torch.no_grad()
     def load_into(self, targets: Mapping[str, Rectangles]) -> None:
         """Fill the rectangles of ``targets``; verify the hash of each block read."""
-        by_file = dict[str, list[tuple[Chunk, torch.Tensor, ReadItem]]]()
+        by_file = dict[str, list[tuple[str, Chunk, Shape, Shape, torch.Tensor]]]()
         for name, rectangles in targets.items():
             tensor = self.tensors[name]
             if tensor.shape != rectangles.shape:
                 raise ValueError(f"{name} is saved as {list(tensor.shape)} and requested as {list(rectangles.shape)}")
-            for item in _read_items(name, tensor, rectangles):
-                assert item.storage_index.index is not None and item.dest_index.index is not None
-                chunk, (_, target) = tensor.chunks[item.storage_index.index], rectangles.parts[item.dest_index.index]
-                by_file.setdefault(chunk.file, []).append((chunk, target.detach(), item))
+            for chunk, (offset, target) in product(tensor.chunks, rectangles.parts):
+                if (both := overlap(chunk.offset, chunk.size, offset, tuple(target.shape))) is not None:
+                    part = target.detach()[_slices(*both, offset)]
+                    by_file.setdefault(chunk.file, []).append((name, chunk, *both, part))
 
         def fill(file: str) -> None:
             with _open(self.folder / file) as content:
-                for chunk, target, item in sorted(by_file[file], key=lambda part: part[0].start):
-                    self._fill(content, chunk, target, item)
+                for part in sorted(by_file[file], key=lambda part: part[1].start):
+                    self._fill(content, *part)
 
         if isinstance(self.folder, Path):
             for file in sorted(by_file):
@@ -102,20 +101,16 @@ class CheckpointTensors(Stored):
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(torch.no_grad()(fill), sorted(by_file)))  # raises the first error
 
-    def _fill(self, content: BinaryIO, chunk: Chunk, target: torch.Tensor, item: ReadItem) -> None:
-        """Copy a rectangle of a chunk into ``target``, block by block."""
-        name = item.storage_index.fqn
-        dtype = self.tensors[name].dtype
-        target = target[_slices(item.dest_offsets, item.lengths)]
-        first, last = item.storage_offsets[0], item.storage_offsets[0] + item.lengths[0]
-        columns = _slices(item.storage_offsets[1:], item.lengths[1:])
-        for start, block in _verified_blocks(content, chunk, dtype, self.block_bytes, first, last, name):
-            low, high = max(start, first), min(start + len(block), last)
-            values = block[(slice(low - start, high - start), *columns)]
+    def _fill(self, content: BinaryIO, name: str, chunk: Chunk, low: Shape, high: Shape, target: torch.Tensor) -> None:
+        """Copy the rectangle [low, high) of a tensor from a chunk into ``target``, block by block."""
+        dtype, (first, *columns) = self.tensors[name].dtype, _slices(low, high, chunk.offset)
+        blocks = _verified_blocks(content, chunk, dtype, self.block_bytes, first.start, first.stop, name)
+        for start, block in blocks:
+            begin, end = max(start, first.start), min(start + len(block), first.stop)
+            values = block[(slice(begin - start, end - start), *columns)]
             if not name.startswith(STATES):  # exp_avg_sq may be infinite: that weight is then not updated
-                place = (chunk.offset[0] + low, *(o + c.start for o, c in zip(chunk.offset[1:], columns, strict=True)))
-                check_finite(content.name, name, values, place)
-            target[low - first : high - first].copy_(values)
+                check_finite(content.name, name, values, (chunk.offset[0] + begin, *low[1:]))
+            target[begin - first.start : end - first.start].copy_(values)
 
     def verify_file(self, file: str) -> None:
         """Verify all hashes of a file, and its header against the manifest. Raises CorruptFile."""
@@ -241,16 +236,9 @@ def part_header(parts: Iterable[Part]) -> tuple[bytes, dict[str, int]]:
     return safetensors_header({part_key(name, offset): (part.dtype, tuple(part.shape)) for name, offset, part in parts})
 
 
-def _read_items(name: str, tensor: ChunkedTensor, targets: Rectangles) -> list[ReadItem]:
-    """Plan the reads: overlap of each chunk with each target rectangle."""
-    chunks = [ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.size)) for c in tensor.chunks]
-    saved = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
-    parts = [ChunkStorageMetadata(torch.Size(offset), part.shape) for offset, part in targets.parts]
-    return create_read_items_for_chunk_list(name, saved, parts)
-
-
-def _slices(offset: Iterable[int], size: Iterable[int]) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+def _slices(low: Shape, high: Shape, origin: Shape) -> tuple[slice, ...]:
+    """Return the slices of [low, high) in a rectangle that begins at ``origin``."""
+    return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
 
 
 @contextmanager

@@ -157,6 +157,13 @@ def cast_weights(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.T
     return cast
 
 
+def overlap(offset: Shape, size: Shape, other_offset: Shape, other_size: Shape) -> tuple[Shape, Shape] | None:
+    """Return the beginning and the end of the overlap of two rectangles of a tensor; None without one."""
+    low = tuple(map(max, offset, other_offset))
+    high = tuple(min(o + n, p + m) for o, n, p, m in zip(offset, size, other_offset, other_size, strict=True))
+    return (low, high) if all(first < end for first, end in zip(low, high, strict=True)) else None
+
+
 def check_cover(name: str, shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) -> None:
     """Raise CorruptFile unless the chunks of a tensor, (offset, size), cover each of its values exactly once.
 
@@ -177,7 +184,7 @@ def check_cover(name: str, shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) 
         return
     filled = sorted((offset, size) for offset, size in chunks if math.prod(size))
     for first, second in islice(combinations(filled, 2), MOST_PAIRS):
-        if all(o < p + m and p < o + n for o, n, p, m in zip(*first, *second, strict=True)):
+        if overlap(*first, *second) is not None:
             raise CorruptFile(f"has values of {name} at {list(second[0])} twice")
     raise CorruptFile(f"has {held} of {values} values of {name}" + ", some twice" * (held >= values))
 

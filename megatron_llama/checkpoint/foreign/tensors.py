@@ -21,6 +21,7 @@ from megatron_llama.checkpoint.tensor_source import (
     Stored,
     StoredTensor,
     check_finite,
+    overlap,
 )
 from megatron_llama.config import ConfigError, ModelConfig, Problem
 
@@ -79,10 +80,11 @@ class ForeignTensors(Stored):
             for offset, target in rectangles.parts:
                 values = 0
                 for run in self.tensors[name].runs:
-                    for chunk in self.sources[run.key].chunks:
-                        if (overlap := _overlap(run, chunk, offset, target)) is not None:
-                            values += overlap[1].numel()
-                            copies.setdefault(id(chunk), (chunk, []))[1].append((name, *overlap))
+                    within = overlap(offset, tuple(target.shape), run.offset, run.size)
+                    for chunk in self.sources[run.key].chunks if within else ():
+                        if (found := _overlap(run, chunk, within, offset, target)) is not None:
+                            values += found[1].numel()
+                            copies.setdefault(id(chunk), (chunk, []))[1].append((name, *found))
                 if values != target.numel():
                     raise CorruptFile(f"{self.folder}: has {values} of {target.numel()} values of {name} at {offset}")
         for chunk, parts in sorted(copies.values(), key=lambda item: str(item[0].file)):
@@ -94,9 +96,12 @@ class ForeignTensors(Stored):
 
 
 def _overlap(
-    run: TensorPart, chunk: SourceChunk, offset: Shape, target: torch.Tensor
+    run: TensorPart, chunk: SourceChunk, within: tuple[Shape, Shape], offset: Shape, target: torch.Tensor
 ) -> tuple[Shape, torch.Tensor, tuple[slice | int, ...]] | None:
-    """Return the overlap of a chunk with a rectangle of a Hugging Face tensor at ``offset``; None without any.
+    """Return the overlap of a chunk with [low, high) ``within`` a Hugging Face tensor; None without any.
+
+    Args:
+        target: The rectangle at ``offset`` of that tensor.
 
     Returns:
         (offset of the overlap, its part of ``target``, its index in the chunk).
@@ -104,11 +109,9 @@ def _overlap(
     lead = len(run.lead)
     if any(not o <= i < o + n for i, o, n in zip(run.lead, chunk.offset[:lead], chunk.size[:lead], strict=True)):
         return None
-    low = [max(o, r) for o, r in zip(offset, run.offset, strict=True)]
-    high = [min(o + n, r + m) for o, n, r, m in zip(offset, target.shape, run.offset, run.size, strict=True)]
     index: list[slice | int] = [i - o for i, o in zip(run.lead, chunk.offset[:lead], strict=True)]
     place, ends = list[int](), list[int]()
-    for axis, (first, last) in enumerate(zip(low, high, strict=True)):
+    for axis, (first, last) in enumerate(zip(*within, strict=True)):
         step = run.step if axis == 0 else 1
         begin, count = chunk.offset[lead + axis], chunk.size[lead + axis]
         # Element i is at start + step (i - run.offset) there.
