@@ -108,111 +108,97 @@ def patterns(example: str, *, whole: bool = False) -> Limit:
     return Limit(holds, f"must be a mapping from regular expressions to {numbers} above 0", example)
 
 
-def share() -> Limit:
-    """Require a fraction in [0, 1)."""
-    return Limit(lambda value: 0 <= value < 1, "must be at least 0 and below 1", "0")
+SHARE = Limit(lambda value: 0 <= value < 1, "must be at least 0 and below 1", "0")
+TWO_BETAS = Limit(
+    lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+    "must be two numbers, each at least 0 and below 1",
+    "[0.9,0.95]",
+)
+FIRST_AND_LAST = Limit(
+    lambda steps: len(steps) == 2 and 1 <= steps[0] <= steps[1],
+    "must be two steps, [first, last] with 1 <= first <= last",
+    "[3,5]",
+)
+POSITIVE_NUMBERS = Limit(  # a longer list is longer than half a head's dimensions can be
+    lambda numbers: len(numbers) <= MOST_NUMBERS and all(0 < number < math.inf for number in numbers),
+    f"must be finite numbers above 0, at most {MOST_NUMBERS:,}",
+    "[1.0,1.0]",
+)
 
 
-def two_betas() -> Limit:
-    """Require Adam's two betas."""
-    return Limit(
-        lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
-        "must be two numbers, each at least 0 and below 1",
-        "[0.9,0.95]",
+def _are_three_shares(split: str) -> bool:
+    shares = split.split(",")
+    if len(shares) != 3 or not all(map(is_weight, shares)):
+        return False
+    return all(float(share) >= 0 for share in shares) and float(shares[0]) > 0
+
+
+THREE_SHARES = Limit(
+    _are_three_shares,
+    "must be three shares, for training, validation and test, the first above 0",
+    "'\"969,30,1\"'",
+)
+
+
+def _is_blend(prefixes: Sequence[Any]) -> bool:
+    if not any(map(is_weight, prefixes)):
+        return all(str(item).strip() for item in prefixes)
+    pairs = zip(prefixes[::2], prefixes[1::2], strict=False)
+    return len(prefixes) % 2 == 0 and all(
+        is_weight(weight) and float(weight) > 0 and not is_weight(path) for weight, path in pairs
     )
 
 
-def first_and_last() -> Limit:
-    """Require a range of steps, both ends included."""
-    return Limit(
-        lambda steps: len(steps) == 2 and 1 <= steps[0] <= steps[1],
-        "must be two steps, [first, last] with 1 <= first <= last",
-        "[3,5]",
-    )
+BLEND = Limit(
+    _is_blend,
+    "must be paths only, or weight, path, weight, path, ... with weights above 0",
+    "[0.7,path/one,0.3,path/two]",
+)
 
 
-def positive_numbers() -> Limit:
-    """Require a list of positive, finite numbers, not longer than half a head's dimensions can be."""
-
-    def holds(numbers: list[float]) -> bool:
-        return len(numbers) <= MOST_NUMBERS and all(0 < number < math.inf for number in numbers)
-
-    return Limit(holds, f"must be finite numbers above 0, at most {MOST_NUMBERS:,}", "[1.0,1.0]")
+def _is_blend_entry(entry: Any) -> bool:
+    if not isinstance(entry, Mapping) or set(entry) != {"samples", "prefixes"}:
+        return False
+    samples, prefixes = entry["samples"], entry["prefixes"]
+    return _are_counts([samples]) and isinstance(prefixes, Sequence) and len(prefixes) > 0 and _is_blend(prefixes)
 
 
-def three_shares() -> Limit:
-    """Require Megatron's split, such as ``969,30,1``."""
-
-    def holds(split: str) -> bool:
-        shares = split.split(",")
-        if len(shares) != 3 or not all(map(is_weight, shares)):
-            return False
-        return all(float(share) >= 0 for share in shares) and float(shares[0]) > 0
-
-    return Limit(holds, "must be three shares, for training, validation and test, the first above 0", "'\"969,30,1\"'")
+BLEND_SCHEDULE = Limit(
+    lambda entries: (
+        all(map(_is_blend_entry, entries))
+        and all(one["samples"] < other["samples"] for one, other in itertools.pairwise(entries))
+    ),
+    "must be entries {samples: N, prefixes: [weight, path, ...]}, N above 0 and ascending",
+    "'[{samples:1000,prefixes:[0.7,one,0.3,two]}]'",
+)
 
 
-def blend() -> Limit:
-    """Require paths only, or pairs of a weight above zero and a path."""
-
-    def holds(prefixes: Sequence[Any]) -> bool:
-        if not any(map(is_weight, prefixes)):
-            return all(str(item).strip() for item in prefixes)
-        pairs = zip(prefixes[::2], prefixes[1::2], strict=False)
-        return len(prefixes) % 2 == 0 and all(
-            is_weight(weight) and float(weight) > 0 and not is_weight(path) for weight, path in pairs
-        )
-
-    rule = "must be paths only, or weight, path, weight, path, ... with weights above 0"
-    return Limit(holds, rule, "[0.7,path/one,0.3,path/two]")
+def _are_paths(entries: Any) -> bool:
+    return isinstance(entries, Sequence) and all(isinstance(entry, str) and entry.strip() for entry in entries)
 
 
-def blend_schedule() -> Limit:
-    """Require blends with the number of samples from which each one is used."""
-    is_blend = blend().holds
-
-    def is_entry(entry: Any) -> bool:
-        if not isinstance(entry, Mapping) or set(entry) != {"samples", "prefixes"}:
-            return False
-        samples, prefixes = entry["samples"], entry["prefixes"]
-        return _are_counts([samples]) and isinstance(prefixes, Sequence) and len(prefixes) > 0 and is_blend(prefixes)
-
-    def holds(entries: Sequence[Any]) -> bool:
-        if not all(map(is_entry, entries)):
-            return False
-        return all(one["samples"] < other["samples"] for one, other in itertools.pairwise(entries))
-
-    rule = "must be entries {samples: N, prefixes: [weight, path, ...]}, N above 0 and ascending"
-    return Limit(holds, rule, "'[{samples:1000,prefixes:[0.7,one,0.3,two]}]'")
+def _are_validation_sets(entries: Sequence[Any]) -> bool:
+    if not all(isinstance(entry, Mapping) for entry in entries):
+        return _are_paths(entries)
+    sets = [(str(name), paths) for entry in entries for name, paths in entry.items()]
+    names = {name.lower() for name, _ in sets if re.fullmatch(r"[A-Za-z0-9][\w.-]{0,39}", name, re.ASCII)}
+    lists = [[paths] if isinstance(paths, str) else paths for _, paths in sets]
+    return len(names) == len(sets) and all(bool(paths) and _are_paths(paths) for paths in lists)
 
 
-def validation_sets() -> Limit:
-    """Require paths, or sets of paths under different names, which become parts of metric names."""
-
-    def are_paths(entries: Any) -> bool:
-        return isinstance(entries, Sequence) and all(isinstance(entry, str) and entry.strip() for entry in entries)
-
-    def holds(entries: Sequence[Any]) -> bool:
-        if not all(isinstance(entry, Mapping) for entry in entries):
-            return are_paths(entries)
-        sets = [(str(name), paths) for entry in entries for name, paths in entry.items()]
-        names = {name.lower() for name, _ in sets if re.fullmatch(r"[A-Za-z0-9][\w.-]{0,39}", name, re.ASCII)}
-        lists = [[paths] if isinstance(paths, str) else paths for _, paths in sets]
-        return len(names) == len(sets) and all(bool(paths) and are_paths(paths) for paths in lists)
-
-    rule = "must be paths, or sets under different names of up to 40 letters, digits, dots, dashes and underscores"
-    return Limit(holds, rule, "'[{wiki:path/one},{code:path/two}]'")
-
-
-def rising_samples() -> Limit:
-    """Require pairs [consumed samples, size], both above 0 and the samples ascending."""
-
-    def holds(pairs: Sequence[Any]) -> bool:
-        whole = all(isinstance(pair, (list, tuple)) and len(pair) == 2 and _are_counts(pair) for pair in pairs)
-        return whole and all(before[0] < after[0] for before, after in itertools.pairwise(pairs))
-
-    rule = "must be pairs [consumed samples, sequences per step], both above 0, the samples ascending"
-    return Limit(holds, rule, "[[100000,16],[300000,32]]")
+VALIDATION_SETS = Limit(  # the names become parts of metric names
+    _are_validation_sets,
+    "must be paths, or sets under different names of up to 40 letters, digits, dots, dashes and underscores",
+    "'[{wiki:path/one},{code:path/two}]'",
+)
+RISING_SAMPLES = Limit(
+    lambda pairs: (
+        all(isinstance(pair, (list, tuple)) and len(pair) == 2 and _are_counts(pair) for pair in pairs)
+        and all(before[0] < after[0] for before, after in itertools.pairwise(pairs))
+    ),
+    "must be pairs [consumed samples, sequences per step], both above 0, the samples ascending",
+    "[[100000,16],[300000,32]]",
+)
 
 
 def not_blank(rule: str, example: str) -> Limit:

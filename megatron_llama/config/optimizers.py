@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from megatron_llama.config.limits import FIXED, LOGGED, OPTIM, above_zero, at_least, between, one_of, two_betas
+from megatron_llama.config.limits import FIXED, LOGGED, OPTIM, TWO_BETAS, above_zero, at_least, between, one_of
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class OptimConfig:
     constant_steps: Annotated[int | None, at_least(0), OPTIM] = None
     """Steps at min_lr at the end of the run (NeMo's constant_steps); for wsd, steps of the final decay. Derived: 0;
     for wsd a tenth of the steps."""
-    betas: Annotated[list[float], two_betas(), OPTIM] = field(default_factory=lambda: [0.9, 0.95])
+    betas: Annotated[list[float], TWO_BETAS, OPTIM] = field(default_factory=lambda: [0.9, 0.95])
     """Adam's coefficients of the running averages of gradient and squared gradient."""
     eps: Annotated[float, above_zero(), OPTIM] = 1e-8
     """Added to the denominator of Adam's update."""

@@ -14,28 +14,28 @@ from typing import Annotated, Any
 from megatron_llama.config.limits import (
     ALLOWED,
     BATCH,
+    BLEND,
+    BLEND_SCHEDULE,
     DATA,
+    FIRST_AND_LAST,
     FIXED,
     LOGGED,
     OPTIM,
+    POSITIVE_NUMBERS,
+    RISING_SAMPLES,
+    SHARE,
+    THREE_SHARES,
+    VALIDATION_SETS,
     above_zero,
     at_least,
     between,
-    blend,
-    blend_schedule,
-    first_and_last,
     module_endings,
     not_blank,
     numbers_of,
     one_of,
     patterns,
     plain_url,
-    positive_numbers,
-    rising_samples,
-    share,
     some_of,
-    three_shares,
-    validation_sets,
 )
 from megatron_llama.config.optimizers import OptimConfig
 from megatron_llama.config.precision import EXCHANGES, PRECISIONS
@@ -82,9 +82,9 @@ class RopeScaling:
     """yarn: with mscale, factor of log(factor) in the denominator of attention_factor."""
     truncate: Annotated[bool | None, FIXED] = None
     """yarn: whether the bounds of the scaled dimensions are rounded to whole dimensions. Derived: true."""
-    short_factor: Annotated[list[float] | None, positive_numbers(), FIXED] = None
+    short_factor: Annotated[list[float] | None, POSITIVE_NUMBERS, FIXED] = None
     """longrope: divisor of each frequency in sequences within the original context, head_dim / 2 numbers."""
-    long_factor: Annotated[list[float] | None, positive_numbers(), FIXED] = None
+    long_factor: Annotated[list[float] | None, POSITIVE_NUMBERS, FIXED] = None
     """longrope: divisor of each frequency in longer sequences, head_dim / 2 numbers."""
 
 
@@ -208,18 +208,18 @@ class DataConfig:
     For pretraining."""
     mock: Annotated[bool, DATA] = False
     """Random tokens of the model's vocabulary instead of files."""
-    prefixes: Annotated[list[Any], blend(), DATA] = field(default_factory=list)
+    prefixes: Annotated[list[Any], BLEND, DATA] = field(default_factory=list)
     """Indexed datasets: paths or URLs without .bin/.idx, or weight, path, weight, path, ... for a blend, with weights
     as shares of the samples. Without weights also patterns, e.g. corpora/*_text_document. For sft also raw data files
     and folders (.jsonl, .parquet, .csv, .tsv, ...) and datasets of the Hugging Face hub, which the run prepares at its
     start."""
-    schedule: Annotated[list[Any], blend_schedule(), DATA] = field(default_factory=list)
+    schedule: Annotated[list[Any], BLEND_SCHEDULE, DATA] = field(default_factory=list)
     """Later blends: [{samples: 100000, prefixes: [0.3, one, 0.7, two]}, ...], each from that consumed sample on, with
     ascending samples. Each dataset continues at its position. Validation uses the first blend. For pretraining."""
     curriculum: Annotated[list[Any], DATA] = field(default_factory=list)
     """Curriculum: [{metric: seqlen_truncate, min_difficulty: 64, max_difficulty: 256, ...}, ...]. The keys of an entry
     are listed below, under data.curriculum. All metrics apply together. Validation has no curriculum."""
-    validation_prefixes: Annotated[list[Any], validation_sets(), DATA] = field(default_factory=list)
+    validation_prefixes: Annotated[list[Any], VALIDATION_SETS, DATA] = field(default_factory=list)
     """Validation datasets; all of ``prefixes`` is then for training, and ``split`` is ignored. Paths, or named sets, as
     {wiki: PATH, code: [PATH, PATH]}, in a file as a list of such entries: val_loss/wiki is the loss of a set, val_loss
     the mean of all. For pretraining each sequence of a set counts once, up to trainer.val_steps batches. Derived for
@@ -238,7 +238,7 @@ class DataConfig:
     """For data.format=text: loss only after the last occurrence."""
     template: Annotated[str | None, one_of(*LABEL_TEMPLATES), DATA] = None
     """Prompt template for .tsv, .csv, .parquet and .jsonl files with labels: qnli or sst2."""
-    split: Annotated[str, three_shares(), DATA] = "969,30,1"
+    split: Annotated[str, THREE_SHARES, DATA] = "969,30,1"
     """Shares of documents for training, validation and test, in Megatron's format."""
     seq_length: Annotated[int | None, at_least(1), DATA] = None
     """Tokens in a training sequence. Derived: model.max_position_embeddings, at most 8,192 on an accelerator and 256 on
@@ -330,7 +330,7 @@ class TrainerConfig:
     """Sequences in one forward pass of a data-parallel rank."""
     global_batch_size: Annotated[int, at_least(1), BATCH] = 8
     """Sequences per optimizer step, over all devices."""
-    batch_schedule: Annotated[list[Any], rising_samples(), BATCH] = field(default_factory=list)
+    batch_schedule: Annotated[list[Any], RISING_SAMPLES, BATCH] = field(default_factory=list)
     """Later global batch sizes, [[consumed samples, sequences], ...]: each holds from that number of consumed samples
     on. Before the first entry, and in validation, the size is global_batch_size."""
     random_ltd: RandomLTD | None = None
@@ -402,7 +402,7 @@ class TrainerConfig:
     """Seconds without progress in a step or validation batch after which the job fails. The report has each rank's
     phase and stacks, and the culprit rank. The limit of starting, loading, compiling, saving and ending is eight times
     as long; null: no limit."""
-    profile: Annotated[list[int] | None, first_and_last()] = None
+    profile: Annotated[list[int] | None, FIRST_AND_LAST] = None
     """Steps to profile, as [first, last]. The folder <run.dir>/profile gets times and FLOP/s by module, the waits of
     each rank, and for the last step a trace and a memory snapshot. docs/guides/tools/profiling.md"""
     max_restarts: Annotated[int, at_least(0)] = 0
@@ -446,7 +446,7 @@ class FinetuneConfig:
     use_dora: Annotated[bool, FIXED] = False
     """Train also the norm of each row of the adapted matrices (weight-decomposed adapters, DoRA, Liu et al. 2024,
     arXiv:2402.09353)."""
-    lora_dropout: Annotated[float, share(), LOGGED] = 0.0
+    lora_dropout: Annotated[float, SHARE, LOGGED] = 0.0
     """Dropout on the adapters' inputs; its masks depend on the layout."""
     lora_target_modules: Annotated[list[str], module_endings(LORA_TARGETS, least=1), FIXED] = field(
         default_factory=lambda: list(LORA_TARGETS[:4])
@@ -481,7 +481,7 @@ class FinetuneConfig:
     loss_type: Annotated[str, one_of("sigmoid", "hinge", "ipo"), OPTIM] = "sigmoid"
     """DPO's loss of a pair, with TRL's names. Hinge is of SLiC (Zhao et al. 2023, arXiv:2305.10425); ipo compares log
     probabilities per token (Azar et al. 2023, arXiv:2310.12036)."""
-    label_smoothing: Annotated[float, share(), OPTIM] = 0.0
+    label_smoothing: Annotated[float, SHARE, OPTIM] = 0.0
     """Assumed share of pairs with swapped answers, for loss_type=sigmoid (conservative DPO)."""
     desirable_weight: Annotated[float, above_zero(), OPTIM] = 1.0
     """Factor of KTO's losses of desirable answers."""
