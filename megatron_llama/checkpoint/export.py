@@ -48,7 +48,7 @@ from megatron_llama.config.hf_config import (
 from megatron_llama.config.hub import INDEX, SINGLE
 from megatron_llama.config.problems import format_value
 from megatron_llama.config.settings import MODEL_TYPES
-from megatron_llama.system.files import FolderTaken, atomic_folder, check_free, sha256_file, write_synced
+from megatron_llama.system.files import FolderTaken, atomic_folder, sha256_file, write_synced
 from megatron_llama.system.object_store import Location
 from megatron_llama.text.chat_template import add_stop_token, write_trained_template
 from megatron_llama.text.tokenizer import (
@@ -113,7 +113,6 @@ def export(
         ConfigError: The options do not match, ``out`` exists or is being written, or a weight exceeds ``dtype``.
         CorruptFile: The checkpoint is damaged.
     """
-    check_output(out)
     manifest = read_manifest(checkpoint)
     model, finetune = model_of(manifest), finetune_of(manifest)
     is_adapter = finetune.method == "lora" and not merge
@@ -168,7 +167,6 @@ def export_merged(
 
     ``dtype`` auto is the base's. The model card names the ``path`` of each adapter. Raises as ``export``.
     """
-    check_output(out)
     dtype = dtype_of(merged.base) if dtype == "auto" else dtype
     dtype = dtype if dtype in EXPORT_DTYPES else "float32"
     files = split_into_files(hf_shapes(model), EXPORT_DTYPES[dtype], max_shard_bytes)
@@ -184,7 +182,9 @@ def export_merged(
 
 @contextmanager
 def writing(out: Path) -> Iterator[Path]:
-    """Yield the temporary folder of ``out``. Raises ConfigError if ``out`` exists or another process writes it."""
+    """Yield the temporary folder of ``out``. Raises ConfigError if ``out`` exists, unless it is an empty folder."""
+    if out.is_symlink():
+        raise ConfigError([Problem("OUT", str(out), "is a link", f"write the path of a new folder, or remove {out}")])
     try:
         with atomic_folder(out) as partial:
             yield partial
@@ -194,11 +194,8 @@ def writing(out: Path) -> Iterator[Path]:
     except FileExistsError as error:
         if error.filename != str(out):
             raise
-        raise _exists(out) from None
-
-
-def _exists(out: Path) -> ConfigError:
-    return ConfigError([Problem("OUT", str(out), "the folder exists and is not empty", "write a new folder")])
+        rule = "the folder exists and is not empty"
+        raise ConfigError([Problem("OUT", str(out), rule, "write a new folder")]) from None
 
 
 def open_source(
@@ -256,16 +253,6 @@ def check_base(checkpoint: Location, model: ModelConfig, folder: str | None) -> 
         settings = " and ".join(f"model.{name}={format_value(value)}" for name, value in changed.items())
         rule = f"was trained with {settings}, which its base does not have and an adapter cannot store"
         raise ConfigError([Problem("CHECKPOINT", str(checkpoint), rule, "add --merge to export the whole model")])
-
-
-def check_output(out: Path) -> None:
-    """Raise ConfigError unless ``out`` does not exist or is an empty folder."""
-    if out.is_symlink():
-        raise ConfigError([Problem("OUT", str(out), "is a link", f"write the path of a new folder, or remove {out}")])
-    try:
-        check_free(out)
-    except FileExistsError:
-        raise _exists(out) from None
 
 
 def model_of(manifest: Manifest) -> ModelConfig:
