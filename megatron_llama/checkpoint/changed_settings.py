@@ -1,6 +1,6 @@
 """Differences between the settings of a run and of the checkpoint that it resumes from.
 
-``Setting.on_change`` says whether a change is accepted, logged or rejected. All rejected changes are reported in one
+``Setting.on_change`` states whether a change is accepted, logged or rejected. All rejected changes are reported in one
 error. ``checkpoint.allow`` accepts changes of data, batch or optim.
 """
 

@@ -122,8 +122,8 @@ def test_only_padding_is_omitted(rows: int, size: int, arguments: dict[str, int]
 @pytest.mark.parametrize("prefix", ["model.", "module.", "model.module."])
 def test_moments_may_lack_the_prefix_of_weights(prefix: str) -> None:
     plain = [*hf_shapes(our_model())]
-    _, found, _ = naming(Path(), {prefix + name for name in plain})
-    source = Foreign("", Path(), states="optimizer.state.{name}.{kind}", prefix=found)
+    _, shortest, _ = naming(Path(), {prefix + name for name in plain})
+    source = Foreign("", Path(), states="optimizer.state.{name}.{kind}", prefix=shortest)
     names = [source.state_of("exp_avg", prefix + name) for name in plain]
     assert names == [f"optimizer.state.{name}.exp_avg" for name in plain]
 

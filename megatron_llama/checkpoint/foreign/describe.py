@@ -76,7 +76,7 @@ def _ours(result: Description, folder: Path) -> None:
 
 
 def _hf_files(result: Description, folder: Path) -> None:
-    """Describe the files of a Hugging Face folder beside its weights."""
+    """Describe the files of a Hugging Face folder in addition to its weights."""
     if not (folder / "config.json").is_file():
         result.missing.append("config.json: write the model's settings")
     else:

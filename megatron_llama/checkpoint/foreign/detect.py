@@ -55,7 +55,7 @@ def read_foreign(recognized: formats.Recognized) -> Foreign:
 
 
 def open_foreign(folder: Path, model: ModelConfig, *, resumes: bool = False) -> Foreign:
-    """Open a checkpoint of another program: read it, and map its tensors to those of ``model``.
+    """Open a checkpoint of another program: read it, and map its tensors to the tensors of ``model``.
 
     Args:
         folder: The checkpoint, or a folder with several checkpoints: the newest is opened.

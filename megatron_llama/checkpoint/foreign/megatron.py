@@ -46,8 +46,8 @@ def read_torch_dist(folder: Path) -> Foreign:
     dcp = open_dcp(folder)
     common = read_common(dcp)
     embedding = MEGATRON_TOP["model.embed_tokens.weight"]
-    found = [key for key in dcp.tensors if key.endswith(embedding) and not key.startswith("optimizer")]
-    prefix = min(found, key=len, default=embedding).removesuffix(embedding)
+    embeddings = [key for key in dcp.tensors if key.endswith(embedding) and not key.startswith("optimizer")]
+    prefix = min(embeddings, key=len, default=embedding).removesuffix(embedding)
     stacked = f"{prefix}decoder.layers.mlp.linear_fc2.weight" in dcp.tensors
     names = partial(megatron_names, keys=dcp.tensors, prefix=prefix, stacked=stacked)
     states = "optimizer.state.{kind}.{name}"

@@ -82,9 +82,9 @@ class ForeignTensors(Stored):
                 for run in self.tensors[name].runs:
                     within = overlap(offset, tuple(target.shape), run.offset, run.size)
                     for chunk in self.sources[run.key].chunks if within else ():
-                        if (found := _overlap(run, chunk, within, offset, target)) is not None:
-                            values += found[1].numel()
-                            copies.setdefault(id(chunk), (chunk, []))[1].append((name, *found))
+                        if (region := _overlap(run, chunk, within, offset, target)) is not None:
+                            values += region[1].numel()
+                            copies.setdefault(id(chunk), (chunk, []))[1].append((name, *region))
                 if values != target.numel():
                     raise CorruptFile(f"{self.folder}: has {values} of {target.numel()} values of {name} at {offset}")
         for chunk, parts in sorted(copies.values(), key=lambda item: str(item[0].file)):
@@ -207,7 +207,7 @@ def map_tensors(foreign: Foreign, model: ModelConfig, *, masters: bool = False) 
 
     Raises:
         ConfigError: The folder has missing, additional or differently shaped weights, or other dtypes than floats.
-        CorruptFile: The optimizer's states are not those of the weights.
+        CorruptFile: The optimizer's states have another order than the weights.
     """
     names = foreign.names(model)
     folder, sources = foreign.folder, foreign.sources
@@ -218,9 +218,9 @@ def map_tensors(foreign: Foreign, model: ModelConfig, *, masters: bool = False) 
 
     def find_states(kind: str, keys: Iterable[str]) -> dict[str, str] | None:
         """Return the states of weights, by weight; None if one is missing or has another shape."""
-        found = {key: foreign.state_of(kind, key) for key in keys} if foreign.states else {}
-        same = all(new in sources and sources[new].shape == sources[key].shape for key, new in found.items())
-        return found if found and same else None
+        names_of_states = {key: foreign.state_of(kind, key) for key in keys} if foreign.states else {}
+        same = all(new in sources and sources[new].shape == sources[key].shape for key, new in names_of_states.items())
+        return names_of_states if names_of_states and same else None
 
     for kind in MOMENTS:
         for name, runs in names.runs.items():
@@ -228,7 +228,7 @@ def map_tensors(foreign: Foreign, model: ModelConfig, *, masters: bool = False) 
                 moved = [replace(run, key=keys[run.key]) for run in runs]
                 tensors[f"{STATES}{kind}.{name}"] = _mapped(moved, sources)
                 used |= {new: sources[new] for new in keys.values()}
-    copies = [found for kind in MASTERS if (found := find_states(kind, names.shapes))] if masters else []
+    copies = [states for kind in MASTERS if (states := find_states(kind, names.shapes))] if masters else []
     for key, new in copies[0].items() if copies else ():
         used[key] = sources[new]
     if others := [name for name, tensor in used.items() if tensor.dtype not in WEIGHT_DTYPES.values()]:
