@@ -5,151 +5,42 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from data_prep.lib.record_formats import parse_pair, parse_record, parse_turns
+from data_prep.lib.record_formats import parse_record, parse_turns
 from data_prep.lib.sft_and_text_sets import ExampleOptions, build_chat_format
 from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.text import sandbox
 from megatron_llama.text.chat_template import NAMED_TEMPLATES, Jinja, load_own_template
-from megatron_llama.text.conversation import LABELLED, REASONING_OMITTED, RecordError, Turn, labelled_turns
+from megatron_llama.text.conversation import LABELLED, RecordError, Turn, labelled_turns
 from megatron_llama.text.loss_spans import TextSpan, encode_spans
 from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from tests.data_prep.helpers import CHATML, LLAMA31, SPECIAL, shown
+from tests.golden import GoldenFiles
 
 Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-TWO = [Turn("user", "q"), Turn("assistant", "a")]
-ASKED = [Turn("user", "q", False), Turn("assistant", "a")]
-RECORDS: dict[str, tuple[dict[str, Any], list[Turn]]] = {
-    "messages": ({"messages": [Q, A]}, TWO),
-    "messages with calls of nulls, as Arrow fills missing structs": (
-        {"messages": [Q, {**A, "function_call": {"name": None, "arguments": ""}, "tool_calls": [{"f": {"a": None}}]}]},
-        TWO,
-    ),
-    "messages, parts, developer, weight 0": (
-        {
-            "messages": [
-                {"role": "developer", "content": "s"},
-                {"role": "user", "content": [{"type": "text", "text": "q"}]},
-                {"role": "assistant", "content": "b", "weight": 0},
-                A,
-            ]
-        },
-        [Turn("system", "s"), Turn("user", "q"), Turn("assistant", "b", False), Turn("assistant", "a")],
-    ),
-    "sharegpt": ({"conversations": SHAREGPT}, TWO),
-    "prompt and completion": ({"prompt": "q", "completion": " a"}, ASKED),
-    "prompt and completion as messages": ({"prompt": [Q], "completion": [A]}, ASKED),
-    "rm-static": (
-        {
-            "prompt": "\n\nHuman: q1\n\nAssistant: a1\n\nHuman: q2\nmore\n\nAssistant:",
-            "chosen": " a2",
-            "rejected": " never",
-        },
-        [Turn("user", "q1", False), Turn("assistant", "a1", False), Turn("user", "q2\nmore", False)]
-        + [Turn("assistant", "a2")],
-    ),
-    "hh-rlhf": ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: never"}, ASKED),
-    "preference, messages": ({"chosen": [Q, A], "rejected": []}, ASKED),
-    "conversations with role and content": (
-        {"conversations": [{**Q, "role": "User"}, {**A, "role": "Assistant"}]},
-        TWO,
-    ),
-    "LMSYS": ({"conversation": [Q, A]}, TWO),
-    "messages with from and value": ({"messages": SHAREGPT}, TWO),
-    "prompt and response": ({"prompt": "q", "response": "a", "tools": []}, ASKED),
-    "system next to the turns": ({"system": "s", "conversations": SHAREGPT}, [Turn("system", "s"), *TWO]),
-    "preference next to ShareGPT": ({"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": {}}, ASKED),
-    "only the beginning of a dialogue": (
-        {"prompt": "Human: q", "completion": "a"},
-        [Turn("user", "Human: q", False), TWO[1]],
-    ),
-    "KTO, a good answer": ({"prompt": "q", "completion": "a", "label": True}, ASKED),
-    "gsm8k": ({"question": "q", "answer": "1+1\n#### 2"}, [TWO[0], Turn("assistant", "1+1\n#### 2")]),
-}
 
 
-@pytest.mark.parametrize(("record", "turns"), RECORDS.values(), ids=RECORDS)
-def test_formats(record: dict[str, Any], turns: list[Turn]) -> None:
-    assert parse_turns(record, "auto") == (turns, [])
-
-
-def test_alpaca_prompts_are_the_published_ones() -> None:
-    plain, _ = parse_turns({"instruction": "Do it.", "input": "", "output": "Done."}, "auto")
-    assert plain[0].text == (
-        "Below is an instruction that describes a task. Write a response that appropriately completes the request."
-        "\n\n### Instruction:\nDo it.\n\n### Response:"
-    )
-    given, _ = parse_turns({"instruction": "Do it.", "input": "x", "output": "Done."}, "alpaca")
-    assert given[0].text == (
-        "Below is an instruction that describes a task, paired with an input that provides further context. "
-        "Write a response that appropriately completes the request.\n\n"
-        "### Instruction:\nDo it.\n\n### Input:\nx\n\n### Response:"
-    )
-    assert given[1] == Turn("assistant", "Done.")
-
-
-def test_alpaca_with_system_and_history_and_dolly() -> None:
-    record = {"instruction": "I", "output": "O", "system": "S", "history": [["q", "a"]]}
-    turns, _ = parse_turns(record, "auto")
-    assert [turn.role for turn in turns] == ["system", "user", "assistant", "user", "assistant"]
-    assert [turn.text for turn in turns][::2] == ["S", "a", "O"] and "\nq\n" in turns[1].text and turns[2].learn
-    dolly, _ = parse_turns({"instruction": "I", "context": "C", "response": "R", "category": "x"}, "auto")
-    assert dolly == parse_turns({"instruction": "I", "input": "C", "output": "R"}, "alpaca")[0]
-
-
-BAD: list[tuple[str, dict[str, Any]]] = [
-    ("rejected_answer", {"prompt": "q", "completion": "never", "label": False}),
-    ("rejected_answer", {"messages": [Q, A], "kto_tag": False}),
-    ("content_not_text", {"prompt": [1], "completion": "x"}),
-    ("content_not_text", {"prompt": "q", "completion": [A, 1]}),
-    ("bad_messages", {"messages": [{"role": "system", "content": "s"}, Q, A], "system": "t"}),
-    ("bad_messages", {"instruction": "I", "output": "O", "history": ["q", "a"]}),
-    ("content_not_text", {"messages": [Q, A], "system": {"text": "s"}}),
-]
-
-
-@pytest.mark.parametrize(("reason", "record"), BAD)
-def test_ambiguous_records_are_refused(reason: str, record: dict[str, Any]) -> None:
-    with pytest.raises(RecordError) as refused:
-        parse_turns(record, "auto")
-    assert refused.value.reason == reason
-
-
-def test_pairs_have_two_answers() -> None:
-    record = {"prompt": "q", "chosen": "yes", "rejected": "no"}
-    (chosen, rejected), notes = parse_pair(record)
-    assert not notes and chosen[:-1] == rejected[:-1] == [replace(TWO[0], text="q", learn=False)]
-    assert [chosen[-1], rejected[-1]] == [Turn("assistant", "yes"), Turn("assistant", "no")]
-    for reason, change, detail in (
-        ("equal_answers", {"rejected": "yes"}, "equals"),
-        ("unknown_format", {"rejected": None, "no": 1}, "the rejected answer: no key 'rejected'"),
-        ("content_not_text", {"rejected": 5}, "the rejected answer: rejected is a int"),
-        ("empty_content", {"rejected": " "}, "the rejected answer: turn 2 (assistant) is empty"),
-        ("different_prompts", {"chosen": [Q, A], "rejected": [{**Q, "content": "another"}, A]}, "differ"),
-    ):
-        with pytest.raises(RecordError) as refused:
-            parse_pair({key: value for key, value in {**record, **change}.items() if value})
-        assert refused.value.reason == reason and detail in str(refused.value)
-    for prompt, expected in ((Q["content"], []), ("another", ["prompt outside of the conversation omitted"])):
-        chats = {"prompt": prompt, "chosen": [Q, A], "rejected": [Q, {**A, "content": "no"}]}
-        assert parse_pair(chats)[1] == expected
-
-
-def test_labels_of_answers() -> None:
-    chat = {"messages": [Q, A, Q, A]}
-    for label, mark in ((True, 4), ("False", 6), (0, 6)):
-        conversations, _, notes = parse_record({**chat, "kto_tag": label}, "unpaired")
-        assert [turn.learn for turn in conversations[mark]] == [False, False, False, True] and not notes
-    for reason, change in (("bad_label", {"label": "good"}), ("unknown_format", {}), ("bad_label", {"label": None})):
-        with pytest.raises(RecordError) as refused:
-            parse_record({"prompt": "q", "completion": "a", **change}, "unpaired")
-        assert refused.value.reason == reason
+def test_formats() -> None:
+    """A line of the page: the format, the case and the record; below, what it means or why it is refused."""
+    page = []
+    for line in GoldenFiles.commands("text/records.txt"):
+        case, _, record = line.partition(" | ")
+        page.append(f"$ {line}")
+        try:
+            conversations, context, notes = parse_record(json.loads(record), case.partition(": ")[0])
+            page += [f"{name}: {value}" for name, value in asdict(context).items() if value]
+            for mark, turns in conversations.items():
+                page += [f"mark {mark}"] if mark else []
+                page += [f"{t.role}{'' if t.learn else ', not learned'}: {t.text!r} {t.extra or ''}" for t in turns]
+            page += [f"note: {note}" for note in notes]
+        except RecordError as refused:
+            page.append(f"{refused.reason}: {refused}")
+    GoldenFiles.check("text/records.txt", "\n".join(page))
 
 
 @pytest.mark.parametrize("weight", [2, -1, 0.5, float("nan"), float("inf"), "0", [1], {}])
@@ -172,40 +63,6 @@ def test_a_turn_without_loss(key: str) -> None:
     for value, learn in ((0, False), (0.0, False), (False, False), (1, True), (1.0, True), (True, True), (None, True)):
         turns, notes = parse_turns({"messages": [Q, {**A, key: value}, Q, A]}, "auto")
         assert [turn.learn for turn in turns if turn.role == "assistant"] == [learn, True] and not notes
-    with pytest.raises(RecordError, match="train_detail"):
-        parse_turns({"messages": [Q, {**A, "train_detail": [{"begin_offset": 0, "train": False}]}]}, "auto")
-    record = {"prompt": "q", "completion": "a", "weight": 2}
-    assert parse_turns(record, "auto")[1] == ["weight of the record ignored"]
-    assert parse_turns({"name": "x", "messages": [{**Q, "name": "Ann"}, A]}, "auto")[1] == ["name of a turn ignored"]
-
-
-def test_null_counts_as_a_missing_key() -> None:
-    mixed = [
-        {"role": None, "from": "human", "content": None, "value": "q"},
-        {"role": "assistant", "from": None, "content": "a", "value": None},
-    ]
-    both = {"messages": None, "conversations": mixed, "prompt": None, "completion": None}
-    assert parse_turns(both, "auto") == (TWO, [])
-    assert parse_turns({"messages": None, "prompt": "q", "completion": None, "response": "a"}, "auto") == (ASKED, [])
-    for turn, words in (({"role": None, "content": "q"}, "turn 1 has the role null"), ({"content": "q"}, "no role")):
-        with pytest.raises(RecordError, match=words) as refused:
-            parse_turns({"messages": [turn, A]}, "auto")
-        assert refused.value.reason == "unknown_role"
-
-
-PAIRS = [{"prompt": "p", "completion": "c"}, {"instruction": "p", "output": "c"}, {"question": "p", "answer": "c"}]
-
-
-@pytest.mark.parametrize("other", PAIRS)
-def test_a_record_in_two_formats_is_ambiguous(other: dict[str, Any]) -> None:
-    record = {"messages": [Q, A], **other}
-    with pytest.raises(RecordError, match="messages and .*; remove one, or write --format .*messages") as refused:
-        parse_turns(record, "auto")
-    assert refused.value.reason == "ambiguous_record"
-    assert parse_turns(record, "messages") == (TWO, [])
-    assert parse_turns({"messages": [Q, A], "prompt": "q", "prompt_id": "1"}, "auto") == (TWO, [])  # UltraChat's
-    with pytest.raises(RecordError, match="messages and conversations; remove one$"):
-        parse_turns({"messages": [Q, A], "conversations": [Q, A]}, "auto")
 
 
 def test_qnli() -> None:
@@ -219,14 +76,6 @@ def test_qnli() -> None:
         ),
         Turn("assistant", "no"),
     ]
-
-
-def test_omitted_parts_are_noted() -> None:
-    messages = [{"role": "system", "content": " "}, Q, A, {"role": "user", "content": "x"}]
-    turns, notes = parse_turns({"messages": messages}, "auto")
-    assert turns == TWO and notes == ["empty system turn left out", "turns after the last answer left out"]
-    reasoning = {"prompt": "q", "completion": "a", "reasoning": "r"}
-    assert parse_turns(reasoning, "auto") == (ASKED, [REASONING_OMITTED])
 
 
 INST = (

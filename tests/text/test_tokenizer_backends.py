@@ -64,10 +64,7 @@ def test_fast_encoders_give_sentencepieces_ids(name: str, model: Path | None, to
 
 
 def encoder_with(
-    monkeypatch: pytest.MonkeyPatch,
-    encode: Callable[[str, Encode], list[int]] | None,
-    model: Path,
-    **more: Any,
+    monkeypatch: pytest.MonkeyPatch, encode: Callable[[str, Encode], list[int]] | None, model: Path, **more: Any
 ) -> Any:
     """Load an encoder while each fast encoder is ``encode(text, reference)``, or is not installed."""
 

@@ -34,39 +34,6 @@ TURNS = [
     Turn("tool", RESULT),
     Turn("assistant", ANSWER),
 ]
-OPENAI = {
-    "tools": TOOLS,
-    "messages": [
-        {"role": "user", "content": ASK},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [
-                {"type": "function", "function": {"name": "weather", "arguments": json.dumps(CALL["arguments"])}}
-            ],
-        },
-        {"role": "tool", "content": RESULT},
-        {"role": "assistant", "content": ANSWER},
-    ],
-}
-LEGACY = {
-    "functions": [FUNCTION],
-    "messages": [
-        OPENAI["messages"][0],
-        {"role": "assistant", "content": None, "function_call": CALL, "tool_calls": None},
-        {"role": "function", "content": RESULT},
-        OPENAI["messages"][3],
-    ],
-}
-SHAREGPT = {
-    "tools": json.dumps([FUNCTION]),
-    "conversations": [
-        {"from": "human", "value": ASK},
-        {"from": "function_call", "value": json.dumps(CALL)},
-        {"from": "observation", "value": RESULT},
-        {"from": "gpt", "value": ANSWER},
-    ],
-}
 HERMES = {
     "conversations": [
         {"from": "system", "value": f"You call functions. <tools> {json.dumps(TOOLS)} </tools> Use <tool_call> tags."},
@@ -74,32 +41,8 @@ HERMES = {
         {"from": "gpt", "value": f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>"},
         {"from": "tool", "value": f"<tool_response>\n{RESULT}\n</tool_response>"},
         {"from": "gpt", "value": ANSWER},
-    ],
+    ]
 }
-ARROW = {  # with null for each missing key
-    "tools": [{"type": "function", "function": {**FUNCTION, "strict": None}}],
-    "messages": [
-        {**OPENAI["messages"][0], "tool_calls": None},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [
-                {"id": None, "function": {"name": "weather", "arguments": {**CALL["arguments"], "x": None}}}
-            ],
-        },
-        {**OPENAI["messages"][2], "tool_call_id": None},
-        {**OPENAI["messages"][3], "tool_calls": None},
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    "record", [OPENAI, LEGACY, SHAREGPT, HERMES, ARROW], ids=["o", "legacy", "s", "hermes", "arrow"]
-)
-def test_shapes_of_records(record: dict[str, Any]) -> None:
-    conversations, context, notes = parse_record(record, "auto")
-    assert conversations == {0: TURNS} and context == TemplateContext((*TOOLS,))
-    assert notes == ([REPLACED] if record is HERMES else [])
 
 
 def test_hermes_in_a_pair_and_in_a_text_of_the_user() -> None:
@@ -113,24 +56,6 @@ def test_hermes_in_a_pair_and_in_a_text_of_the_user() -> None:
     quoted = {"conversations": [{**prompt[0], "from": "human"}, answer]}
     conversations, context, notes = parse_record(quoted, "auto")
     assert "<tools>" in conversations[0][0].text and not context.tools and not notes
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {**OPENAI, "tools": "[{"},
-        {**OPENAI, "tools": [{"description": "nameless"}]},
-        {**OPENAI, "chat_template_kwargs": [1]},
-        {**OPENAI, "chat_template_kwargs": {"tools": []}},
-        {"messages": [{**OPENAI["messages"][1], "tool_calls": [{"id": "1"}]}]},
-        {"messages": [{**OPENAI["messages"][1], "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
-        {"conversations": [{"from": "function_call", "value": "weather(Zürich)"}]},
-    ],
-)
-def test_bad_tools(record: dict[str, Any]) -> None:
-    with pytest.raises(RecordError) as refused:
-        parse_record(record, "auto")
-    assert refused.value.reason == "bad_tools"
 
 
 QWEN3 = """{%- set ns = namespace(last=0) %}{%- for message in messages %}{%- if message.role == 'user' %}
