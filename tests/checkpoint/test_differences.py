@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -101,41 +101,14 @@ def test_the_suggestion_to_keep_the_saved_value_can_be_typed(name: str, folder: 
             assert as_typed(words) == null_section
 
 
-WSD = {
-    "optim.schedule": {"_target_": "megatron_llama.optim.schedules.WarmupStableDecay", "max_steps": "${trainer.steps}"}
-}
-STEPS, FULL = {"trainer.steps": 200}, {"finetune.method": "full", "init_from": "/models/one"}
-RISING = {"trainer.global_batch_size": 8, "trainer.batch_schedule": [[16, 16], [64, 32]]}
-SIXTEEN = {"trainer.global_batch_size": 16, "trainer.batch_schedule": [[64, 32]]}
-BLEND = {"data.prefixes": [0.25, "a", 0.75, "b"], "trainer.seed": 5}
-SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "more steps: warm-up and schedule follow": ({}, STEPS),
-    "more steps of a schedule with steps": (WSD, WSD | STEPS),
-    "a ratio, which follows": ({"optim.warmup_ratio": 0.03}, {"optim.warmup_ratio": 0.03, "trainer.steps": 900}),
-    "another ratio": ({"optim.warmup_ratio": 0.03}, {"optim.warmup_ratio": 0.06}),
-    "10 steps of warm-up, which equal the value derived from 100": ({"optim.warmup_steps": 10}, STEPS),
-    "12 steps of warm-up": ({"optim.warmup_steps": 12}, STEPS),
-    "the same 12, derived": ({"optim.warmup_steps": 12}, {"trainer.steps": 120}),
-    "a rate, and its derived minimum": ({}, {"optim.lr": 1e-3}),
-    "a rate and another minimum": ({}, {"optim.lr": 1e-3, "optim.min_lr": 1e-5}),
-    "a warm-up": ({}, {"optim.warmup_steps": 5}),
-    "full fine-tuning, whose rate is derived": ({}, FULL),
-    "full fine-tuning, with the rate requested before": ({**FULL, "optim.lr": 3e-4}, FULL),
-    "several": ({}, {**BLEND, "optim.lr": 1e-4, "optim.weight_decay": 0.0, "trainer.steps": 50}),
-    "a fixed setting, and the others of it": ({}, {"optim.name": "sgd", "optim.lr": 0.1}),
-    "a batch schedule with the steps that were": (RISING, SIXTEEN),  # after three steps 32 samples are consumed
-    "a batch schedule with other later steps": (RISING, {**RISING, "trainer.batch_schedule": [[16, 16], [80, 32]]}),
-    "no batch schedule": (RISING, {**SIXTEEN, "trainer.batch_schedule": []}),
-}
-
-
 def test_differences_of_each_situation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings derived from other settings are omitted; one message has all problems and one setting."""
     page = ""
     monkeypatch.chdir(folder)
-    for name, (before, after) in SITUATIONS.items():
-        changed = between(plan_in(Path(), 1, before), plan_in(Path(), 1, after))
-        page += f"== {name}: {outcome(changed)}\n" + "".join(f"{each.kind} {each}\n" for each in changed)
+    for line in GoldenFiles.commands("checkpoint/differences.txt"):
+        name, *plans = line.split(" | ")
+        changed = between(*(plan_in(Path(), 1, json.loads(settings)) for settings in plans))
+        page += f"$ {line}\n{outcome(changed)}\n" + "".join(f"{each.kind} {each}\n" for each in changed)
         for allow in (["batch"], ["data"], ["optim"], ["data", "optim"], ALLOWED):
             try:
                 check_allowed(changed, allow, Path("runs/one/step_00000003"))

@@ -32,6 +32,7 @@ from megatron_llama.tools.forecast.this_machine import (
 from megatron_llama.tools.plan import measure_machine
 from megatron_llama.tools.plan.cli import main
 from tests.config.helpers import make
+from tests.golden import GoldenFiles
 
 LLAMA = ModelConfig(
     hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=11008, vocab_size=32_000
@@ -186,38 +187,11 @@ def test_small_models_are_bound_by_the_host() -> None:
     assert step_time(large, h100, free).total == step_time(large, h100, load_constants()).total, "bound by the device"
 
 
-SPELLINGS = {
-    "NVIDIA H100 80GB HBM3": "h100",
-    "A100-SXM4-80GB": "a100",
-    "nvidia-b200": "b200",
-    "h100_sxm5": "h100",
-    "a100 40gb": "a100-40gb",
-    "H100-80GB-SXM 700W": "h100",
-    "8x NVIDIA H100 SXM5 80 GB HBM3": "h100",
-    "2x8 H100": "h100",
-    "H100SXM5": "h100",
-    "h100 80": "h100",
-    "H100-96GB-HBM2e-500W": "h100-500w",
-    "h100-pcie": "h100-pcie",
-    "H100 PCIe 80GB": "h100-pcie",
-    "A100-40GB-SXM": "a100-40gb",
-    "A100-SXM4-40GB": "a100-40gb",
-    "DGX A100 (80 GB)": "a100",
-    "GB300": "gb300",
-    "AMD Instinct MI300X": "mi300x",
-    "AWS Trainium2 (chip)": "trn2",
-    "Gaudi2-96GB": "gaudi2",
-    "Gaudi 96GB": "gaudi2",
-    "Gaudi": "gaudi2",
-    "Habana Gaudi2": "gaudi2",
-    "Intel Gaudi 3": "gaudi3",
-    **dict.fromkeys(("NVIDIA V100", "", "8", "nvidia", "h1000", "Gaudi 4", "gaudi9", "Trainium3", "mi300x0", "trn10")),
-}
-
-
 def test_names_that_programs_and_published_tables_print() -> None:
-    devices = {spelling: find_device(spelling) for spelling in SPELLINGS}
-    assert {spelling: device and device.name for spelling, device in devices.items()} == SPELLINGS
+    spellings = GoldenFiles.commands("tools/forecast/spellings.txt")
+    pairs = [(spelling, find_device(spelling)) for spelling in spellings]
+    page = "\n".join(f"$ {spelling}\n{device.name if device else 'unknown'}" for spelling, device in pairs)
+    GoldenFiles.check("tools/forecast/spellings.txt", page)
 
 
 @pytest.mark.parametrize("name", devices())
