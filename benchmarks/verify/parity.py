@@ -53,7 +53,7 @@ def fine_tuning_rows(folder: Path | None = None) -> Iterator[tuple[str, int, lis
         if folder is not None:
             base, grown = tokens.make_bases(folder / f"tokens_{tied}", tied)
             start += [f"init_from={base}"]
-            # At B = 0 Adam's first steps are signs of gradients, also of those that are rounding errors.
+            # At B = 0 Adam's first steps are signs of gradients, also of gradients that are rounding errors.
             plan, adapter = runner.make_plan(1, folder, *kinds["new tokens, rows"], *start), base.parent / "adapter"
             run_ranks(runner.save_adapter, 1, plan, grown, adapter)
             kinds["new tokens, rows"] = ["finetune=lora", f"finetune.adapter={adapter}"]

@@ -142,7 +142,7 @@ class Checkpointer:
             elif candidate.parent == self.checkpoints:
                 self._saved = state.step
             self._restore(candidate, state)
-            if self._saved is not None and self.topology.rank == 0:
+            if not isinstance(candidate, MemoryCopy) and self._saved is not None and self.topology.rank == 0:
                 point_to(candidate)  # the run may end without another save
             self._move_aside(state.step)
             return self.plan

@@ -31,7 +31,7 @@ from megatron_llama.launch.job_store import QUIET, Board
 from megatron_llama.launch.rank import STACKS_SIGNAL, TRAIN, Assignment, Entry, load_entry, run_assignment
 from megatron_llama.launch.run_dir import claim_run_dir, open_plan, rank_outputs
 from megatron_llama.launch.start_log import log_end, log_start
-from megatron_llama.launch.supervise import POLL_SECONDS, Child, Grace, Signals, report, supervise, with_restarts
+from megatron_llama.launch.supervise import Child, Grace, Signals, report, supervise, with_restarts
 from megatron_llama.launch.watchdog import Hang, Watchdog, print_report, wait_for_full_report
 from megatron_llama.plan import Plan
 from megatron_llama.system.errors import LaunchFailed, reason_of

@@ -80,8 +80,9 @@ class ForeignTensors(Stored):
             for offset, target in rectangles.parts:
                 values = 0
                 for run in self.tensors[name].runs:
-                    within = overlap(offset, tuple(target.shape), run.offset, run.size)
-                    for chunk in self.sources[run.key].chunks if within else ():
+                    if (within := overlap(offset, tuple(target.shape), run.offset, run.size)) is None:
+                        continue
+                    for chunk in self.sources[run.key].chunks:
                         if (region := _overlap(run, chunk, within, offset, target)) is not None:
                             values += region[1].numel()
                             copies.setdefault(id(chunk), (chunk, []))[1].append((name, *region))
