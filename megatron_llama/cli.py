@@ -223,6 +223,7 @@ def _run(
         if too_small := check_run():
             raise LaunchFailed(too_small)
     from megatron_llama.config import ConfigError
+    from megatron_llama.config.stored_settings import copies_of
     from megatron_llama.launch.world import find_world
 
     if entry is not None:  # a tool's work, such as a profile
@@ -243,7 +244,8 @@ def _run(
     if config.dry_run:
         return _print_plan(plan) if is_first else _flush_output(), None
 
-    if freed := remove_orphans():
+    own = copies_of(plan.run_dir, config) if config.run.dir and config.checkpoint.memory_every_steps else ""
+    if freed := remove_orphans(own):
         sys.stderr.write(f"freed {gib(freed)} in {copies_folder()}: copies in memory of deleted runs\n")
     from megatron_llama.launch.other_launchers import join
     from megatron_llama.launch.rank import TRAIN

@@ -85,12 +85,18 @@ def stored_steps(folder: Path, config: Config | None = None) -> list[int]:
         return []
 
 
+def copies_of(folder: Path, config: Config) -> str:
+    """Return the name of the folder of the run's copies in memory; empty without copies."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        return str(read_json(checkpoint_folder(folder, config) / MEMORY_KEY)["folder"])
+    return ""
+
+
 def copied_steps(folder: Path, config: Config) -> set[int]:
     """Return the steps of which this host has copies in memory of all ranks; none if they cannot be read."""
     steps: dict[str, set[int]] = {}
     with suppress(OSError, ValueError, LookupError, TypeError):
-        register = read_json(checkpoint_folder(folder, config) / MEMORY_KEY)
-        for path in (copies_folder() / register["folder"]).glob("rank_*.json"):
+        for path in (copies_folder() / (copies_of(folder, config) or "none")).glob("rank_*.json"):
             steps.setdefault(path.name[:10], set()).add(int(read_json(path)["state"]["step"]))
     return set.intersection(*steps.values()) if steps else set()
 

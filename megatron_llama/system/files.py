@@ -284,20 +284,27 @@ def own_folder(folder: Path, register: str = "") -> IO[str]:
     return file
 
 
-def remove_orphans() -> int:
+def remove_orphans(keep: str = "") -> int:
     """Remove this user's folders whose owners have ended and whose run was deleted; return the bytes of copies.
 
-    A run counts as deleted if the folder around it is on the same disk as before: a disk may not be mounted.
+    A run counts as deleted if the folder around it is on the same disk as before (a disk may not be mounted), and has
+    no run with these copies: the run may have another name. The folder named ``keep`` stays.
     """
     freed = 0
     for folder in (*Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"), *copies_folder().glob("*")):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            if os.lstat(folder).st_uid != os.getuid():
+            if os.lstat(folder).st_uid != os.getuid() or folder.name == keep:
                 continue
             with open(folder / _OWNER, encoding="utf-8") as file:
                 device, register = file.read().split(" ", 1)
-                mounted = not register or os.stat(Path(register).parents[2]).st_dev == int(device)
-                if mounted and not (register and os.path.exists(register)) and try_lock(file):
+                if register:
+                    place = Path(register)
+                    registers = place.parents[2].glob(f"*/{place.parent.name}/{place.name}")
+                    if os.stat(place.parents[2]).st_dev != int(device) or any(
+                        folder.name in other.read_text() for other in registers
+                    ):
+                        continue
+                if try_lock(file):
                     freed += sum(path.lstat().st_blocks << 9 for path in folder.rglob("*") if register)
                     shutil.rmtree(folder, ignore_errors=True)
     return freed

@@ -222,14 +222,22 @@ def test_a_failed_writer_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("state", "is_orphan"),
-    [("exists", False), ("deleted", True), ("locked", False), ("on another disk", False), ("unmounted", False)],
+    [
+        ("exists", False),
+        ("deleted", True),
+        ("locked", False),
+        ("on another disk", False),
+        ("unmounted", False),
+        ("renamed", False),
+        ("moved and started", False),
+    ],
 )
 def test_orphaned_copies_are_removed(
     state: str, is_orphan: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "copies_folder", lambda: tmp_path / "copies")
     run, folder = tmp_path / "disk" / "run", tmp_path / "copies" / "0123"
-    write_atomically(run / "checkpoints" / "memory.json", "{}")
+    write_atomically(run / "checkpoints" / "memory.json", '{"folder": "0123"}')
     write_atomically(folder / "rank_00000.0.safetensors", bytes(1 << 20))
     lock = own_folder(folder, f"{run}/checkpoints/memory.json")
     if state != "locked":
@@ -238,7 +246,9 @@ def test_orphaned_copies_are_removed(
         shutil.rmtree(run.parent if state == "unmounted" else run)
     if state == "on another disk":
         (folder / ".owner").write_text(f"1{(folder / '.owner').read_text()}")
-    assert (remove_orphans() >= 1 << 20) == is_orphan != folder.exists()
+    if state == "renamed":
+        write_atomically(run.with_name("other") / "checkpoints" / "memory.json", '{"folder": "0123"}')
+    assert (remove_orphans("0123" if "started" in state else "") >= 1 << 20) == is_orphan != folder.exists()
 
 
 def test_temporary_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
