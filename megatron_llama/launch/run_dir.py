@@ -106,12 +106,23 @@ def claim_run_dir(folder: Path) -> Iterator[None]:
         with suppress(OSError):  # on a full disk the lock works without its owner's name
             lock.truncate(0)
             os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
-        for draft in folder.glob(f".*{DRAFT}") if locked else ():  # left by a killed process
-            draft.unlink(missing_ok=True)
-        yield
+        if locked:
+            _delete_drafts(folder)
+        try:
+            yield
+        finally:
+            if locked:
+                _delete_drafts(folder)
         if locked is None:
             with suppress(OSError):
                 lock.truncate(0)
+
+
+def _delete_drafts(folder: Path) -> None:
+    """Delete what killed processes left in a locked folder."""
+    with suppress(OSError):
+        for draft in folder.glob(f".*{DRAFT}"):
+            draft.unlink(missing_ok=True)
 
 
 def _is_running(owner: str) -> bool:

@@ -224,7 +224,7 @@ def test_two_starts_at_once(base: Path, chat: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(prepare_at_start, "try_lock", looking)
     monkeypatch.setattr(sft_and_text_sets, "make_sft_set", slowly)
     config = config_of(base, chat, cache=tmp_path / "cache")
-    (records,) = prepare_at_start._find_records(config, config.data, raw_data_files(config.data), [], [])
+    (records,), _, _ = prepare_at_start._find_records(config, config.data, raw_data_files(config.data))
     rest = records.folder.parent / f".{records.folder.name}.partial.elsewhere.1"  # leftover of a killed run
     rest.mkdir(parents=True)
 

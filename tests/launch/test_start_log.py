@@ -117,7 +117,7 @@ def test_a_restart_resumes_from_the_newest_state(tmp_path: Path, resume: str, lo
             note_loaded_step(tmp_path, 10)
         return 1
 
-    assert with_restarts(plan, start) == 1 and seen == [first, "auto" if changes else first]
+    assert with_restarts(plan, start, ()) == 1 and seen == [first, "auto" if changes else first]
 
 
 def test_a_killed_process_is_not_running(tmp_path: Path) -> None:
