@@ -332,9 +332,7 @@ def move_aside(checkpoints: Location, after: int = -1) -> str:
     if not (steps := [step for step in saved_steps(checkpoints) if step > after]):
         return ""
     number = 1
-    aside = checkpoints
-    while bool(aside.files()) if isinstance(aside, RemotePath) else aside.exists():
-        aside = checkpoints.with_name(f"{checkpoints.name}.{number}")
+    while _exists(aside := checkpoints.with_name(f"{checkpoints.name}.{number}")):
         number += 1
     if isinstance(checkpoints, RemotePath):
         files = {name for name in checkpoints.files() if name in (POINTER, BEST) or _is_in_checkpoint(name)}
@@ -343,12 +341,13 @@ def move_aside(checkpoints: Location, after: int = -1) -> str:
             (checkpoints / name).copy_to(checkpoints.with_name(aside.name) / name)
         checkpoints.delete_files(names)
     else:
-        pairs = [(checkpoints / folder_name(step), f"{aside}/{folder_name(step)}") for step in steps]
         try:
-            if after >= 0:
+            if after < 0:
+                os.rename(checkpoints, str(aside))
+            else:
                 os.mkdir(str(aside))
-            for source, target in pairs if after >= 0 else [(checkpoints, str(aside))]:
-                os.rename(source, target)
+                for name in map(folder_name, steps):
+                    os.rename(checkpoints / name, f"{aside}/{name}")
         except OSError as error:  # a mount point
             rule = f"cannot move checkpoints to {aside}: {error.strerror}"
             instead = "move its checkpoints away, or write another run.dir=PATH"
@@ -357,6 +356,10 @@ def move_aside(checkpoints: Location, after: int = -1) -> str:
         point_to_best(checkpoints)
     count = f"{len(steps)} {'earlier' if after < 0 else 'later'} {plural(len(steps), 'checkpoint')}"
     return f"{'starting from scratch; ' if after < 0 else ''}moved {count} to {aside}"
+
+
+def _exists(path: Location) -> bool:
+    return bool(path.files()) if isinstance(path, RemotePath) else path.exists()
 
 
 def _remove(folder: Location) -> None:

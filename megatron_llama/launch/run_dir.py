@@ -106,22 +106,20 @@ def claim_run_dir(folder: Path) -> Iterator[None]:
         with suppress(OSError):  # on a full disk the lock works without its owner's name
             lock.truncate(0)
             os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
-        if locked:
-            _delete_drafts(folder)
+        _delete_drafts(folder, locked)
         try:
             yield
         finally:
-            if locked:
-                _delete_drafts(folder)
+            _delete_drafts(folder, locked)
         if locked is None:
             with suppress(OSError):
                 lock.truncate(0)
 
 
-def _delete_drafts(folder: Path) -> None:
-    """Delete what killed processes left in a locked folder."""
+def _delete_drafts(folder: Path, locked: bool | None) -> None:
+    """Delete the drafts that killed processes left in a locked folder."""
     with suppress(OSError):
-        for draft in folder.glob(f".*{DRAFT}"):
+        for draft in folder.glob(f".*{DRAFT}") if locked else ():
             draft.unlink(missing_ok=True)
 
 

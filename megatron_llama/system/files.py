@@ -287,8 +287,8 @@ def own_folder(folder: Path, register: str = "") -> IO[str]:
 def remove_orphans(keep: str = "") -> int:
     """Remove this user's folders whose owners have ended and whose run was deleted; return the bytes of copies.
 
-    A run counts as deleted if the folder around it is on the same disk as before (a disk may not be mounted), and has
-    no run with these copies: the run may have another name. The folder named ``keep`` stays.
+    A run is deleted if the folder around it contains no run with these copies (a run may be renamed), and is on the
+    same disk as before (a disk may be unmounted). The folder named ``keep`` stays.
     """
     freed = 0
     for folder in (*Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"), *copies_folder().glob("*")):
@@ -298,11 +298,9 @@ def remove_orphans(keep: str = "") -> int:
             with open(folder / _OWNER, encoding="utf-8") as file:
                 device, register = file.read().split(" ", 1)
                 if register:
-                    place = Path(register)
-                    registers = place.parents[2].glob(f"*/{place.parent.name}/{place.name}")
-                    if os.stat(place.parents[2]).st_dev != int(device) or any(
-                        folder.name in other.read_text() for other in registers
-                    ):
+                    runs, pattern = Path(register).parents[2], "/".join(("*", *Path(register).parts[-2:]))
+                    texts = (path.read_text() for path in runs.glob(pattern))
+                    if os.stat(runs).st_dev != int(device) or any(folder.name in text for text in texts):
                         continue
                 if try_lock(file):
                     freed += sum(path.lstat().st_blocks << 9 for path in folder.rglob("*") if register)
