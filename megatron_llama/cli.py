@@ -244,8 +244,7 @@ def _run(
     if config.dry_run:
         return _print_plan(plan) if is_first else _flush_output(), None
 
-    resumable = copies_of(plan.run_dir, config) if config.run.dir and config.checkpoint.memory_every_steps else ""
-    if freed := remove_orphans(keep=resumable):
+    if freed := remove_orphans(keep=copies_of(plan.run_dir, config) if config.run.dir else ""):
         sys.stderr.write(f"freed {gib(freed)} in {copies_folder()}: copies in memory of deleted runs\n")
     from megatron_llama.launch.other_launchers import join
     from megatron_llama.launch.rank import TRAIN

@@ -1,6 +1,6 @@
 """Limits on single settings, and the reaction of a resumed run to a change. ``settings.py`` annotates with both:
 
-    betas: Annotated[list[float], two_betas(), OPTIM]
+    betas: Annotated[list[float], TWO_BETAS, OPTIM]
 
 Rules on combinations of settings are in ``plan/rules/``.
 """

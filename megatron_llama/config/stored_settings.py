@@ -86,9 +86,10 @@ def stored_steps(folder: Path, config: Config | None = None) -> list[int]:
 
 
 def copies_of(folder: Path, config: Config) -> str:
-    """Return the name of the folder of the run's copies in memory; empty without copies."""
+    """Return the name of the folder of copies in memory from which the run can resume; empty without copies."""
     with suppress(OSError, ValueError, LookupError, TypeError):
-        return str(read_json(checkpoint_folder(folder, config) / MEMORY_KEY)["folder"])
+        if config.checkpoint.memory_every_steps is not None:
+            return str(read_json(checkpoint_folder(folder, config) / MEMORY_KEY)["folder"])
     return ""
 
 

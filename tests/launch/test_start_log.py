@@ -68,11 +68,11 @@ def test_a_start_and_its_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("resume", "copied", "step"),
-    [("auto", [], 0), ("never", [4, 2, 4, 2], 0), ("runs/other", [], None), ("auto", [2, 4, 6, 4], 4)],
+    ("resume", "every", "copied", "step"),
+    [("auto", None, [2, 2], 0), ("never", 2, [4, 2, 4, 2], 0), ("r/other", 2, [], None), ("auto", 2, [2, 4, 6, 4], 4)],
 )
 def test_the_step_of_a_first_start(
-    tmp_path: Path, resume: str, copied: list[int], step: int | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, resume: str, every: int | None, copied: list[int], step: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_settings, "copies_folder", lambda: tmp_path)
     write_atomically(tmp_path / "checkpoints/memory.json", '{"folder": "copies"}')
@@ -80,7 +80,7 @@ def test_the_step_of_a_first_start(
         path = tmp_path / f"copies/rank_{number // 2:05d}.{number % 2}.json"
         write_atomically(path, f'{{"state": {{"step": {each}}}}}')
     plan = plan_in(tmp_path)
-    plan.config.checkpoint.resume = resume
+    plan.config.checkpoint.resume, plan.config.checkpoint.memory_every_steps = resume, every
     log_start(plan)
     assert only(tmp_path).step == step
 

@@ -69,7 +69,7 @@ def records_task(
     builder = problems.collect(open_prompt_builder, opened.tokenizer, name, saved.trained_template, default)
     if builder is None:
         return None
-    context = longest_sequence(saved.model)
+    context, (_, skipped) = longest_sequence(saved.model), records
     longest = context if template.labels else context - 1  # a generated answer has at least one token
     encoded = problems.collect(encode_records, records, template, builder, longest) or []
     if not encoded and not problems.items:
@@ -79,7 +79,7 @@ def records_task(
         "template": asdict(template),
         "chat": builder.template not in ("plain", NONE),
         "chat_template": builder.template,
-        "skipped": dict(records[1]),
+        "skipped": dict(skipped),
     }
     measure = partial(measure_records, arguments, report, template, encoded)
     return stop_ids(saved, opened.tokenizer) | builder.stop, measure
