@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from megatron_llama.config import ConfigError, Problem, format_problems
@@ -15,15 +16,23 @@ from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.system.programs import BATCH_FOLDER, BATCH_SCRIPT, batch_variables, name_commands
 from megatron_llama.system.rerun_command import ArgumentParser
 
+HELP = Path(__file__).with_name("help")
+"""Folder with the help text of each tool that accepts overrides of train.py."""
 
-def run_tool(usage: str, argv: Sequence[str], work: Callable[[Any, list[str]], int], options: Mapping[str, Any]) -> int:
-    """Print ``usage`` if ``argv`` asks for help, else call ``work`` and report its problems; return the exit status.
+
+def read_help(tool: str) -> str:
+    """Return the help text of a tool, with the commands of this installation."""
+    return name_commands((HELP / f"{tool}.txt").read_text(encoding="utf-8"))
+
+
+def run_tool(tool: str, argv: Sequence[str], work: Callable[[Any, list[str]], int], options: Mapping[str, Any]) -> int:
+    """Print the help of ``tool`` if ``argv`` asks for it, else call ``work`` and report problems; return exit status.
 
     Args:
         work: called with the parsed options, by attribute, and the other arguments.
         options: type of each option's value; bool for a flag.
     """
-    usage = name_commands(usage)
+    usage = read_help(tool)
     if {"--help", "-h"} & set(argv):
         sys.stdout.write(usage)
         return 0

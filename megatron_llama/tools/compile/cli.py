@@ -23,40 +23,13 @@ from megatron_llama.tools.common import MOCK_RUN, run_tool
 from megatron_llama.topology import Grid
 
 ONE_PER_STAGE = "--one-per-stage"
-USAGE = f"""\
-usage: python scripts/compile.py [{ONE_PER_STAGE}] [group=choice ...]
-                                 [section.setting=value ...]
-
-Compile every graph that `python train.py` with the same settings needs, on
-random data and without training. The graphs go to trainer.compile_cache, where
-a run with trainer.compile=true finds them.
-
-Start it like train.py: directly, or as a rank under torchrun or srun
-(sbatch compile.slurm ...).
-
-  {ONE_PER_STAGE}  compile on this machine only, for a world of any size: one
-                   process per distinct pipeline stage, each with the memory
-                   of its stage (trainer.dp=N is the number of model replicas)
-  --help           show this text
-
-Examples
-  python scripts/compile.py model=llama_15m trainer.tp=2
-  python scripts/compile.py {ONE_PER_STAGE} model=llama_15m trainer.tp=8 \\
-      trainer.pp=4 trainer.dp=2
-
-Prints the numbers of graphs, successful and failed compilations. With run.dir,
-all output, including the report compile.json, goes to <run.dir>/compile; other
-files of the run are not changed.
-
-Exit status: 0 all graphs compiled, 2 a config error, else a failure.
-"""
 FOLDER = "compile"
 """Subfolder of the run folder, because config.yaml, plan.txt and compile.json there belong to the run."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/compile.py`` with ``argv``; return the exit status."""
-    return run_tool(USAGE, argv, _run, {"--one-per-stage": bool})
+    return run_tool("compile", argv, _run, {ONE_PER_STAGE: bool})
 
 
 def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

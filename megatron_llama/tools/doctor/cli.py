@@ -32,31 +32,6 @@ from megatron_llama.tools.doctor.examination import DoctorReport, Examination, e
 from megatron_llama.tools.doctor.finding import BREAKS, NOTES, Finding, finding_of_problem, highest_severity
 from megatron_llama.tools.doctor.network import Connections
 
-USAGE = """\
-usage: python scripts/doctor.py [--quick] [--json] [group=choice ...]
-                                [section.setting=value ...]
-
-Check the nodes on which `python train.py` with the same settings would run:
-versions, devices and drivers, network interfaces, TCP connections between all
-nodes, clocks, the run folder and caches, resource limits. Then the ranks
-measure matmuls, collectives and links between nodes. Each finding has a fix.
-
-Start it like train.py: directly, with launch.hosts, under torchrun or srun.
-It does not train and leaves no files.
-
-  --quick   skip the measurements; takes a few seconds (run.slurm runs this)
-  --json    print a JSON report
-  --help    show this text
-
-Examples
-  python scripts/doctor.py model=llama_15m trainer.tp=2 trainer.dp=2
-  srun --nodes 4 --ntasks-per-node 1 \\
-      python scripts/doctor.py model=llama7b trainer.tp=8
-  python scripts/doctor.py launch.hosts=[a,b] model=llama7b trainer.tp=8 --json
-
-Exit status: 0 no fatal problem, 1 the doctor itself failed, 2 a fatal problem
-or an error in the settings. docs/guides/tools/doctor.md lists the checks.
-"""
 _REPORTED = "start train.py, or the doctor without --quick, to read the reasons"
 # Report hangs early: the ranks only measure.
 _HANG_SECONDS = "trainer.hang_timeout_seconds=60"
@@ -64,7 +39,7 @@ _HANG_SECONDS = "trainer.hang_timeout_seconds=60"
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/doctor.py`` with ``argv``; return the exit status."""
-    return run_tool(USAGE, argv, partial(_run, argv), {"--quick": bool, "--json": bool})
+    return run_tool("doctor", argv, partial(_run, argv), {"--quick": bool, "--json": bool})
 
 
 def _run(argv: Sequence[str], arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

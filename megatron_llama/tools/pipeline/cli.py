@@ -27,41 +27,11 @@ if TYPE_CHECKING:  # these need torch, which --help does not
     from megatron_llama.tools.pipeline.record_passes import PassTimes
 
 MAX_MICROBATCHES = 32
-USAGE = """\
-usage: python scripts/pipeline.py [--measure] [--out FILE.svg|FILE.png]
-                                  [group=choice ...]
-                                  [section.setting=value ...]
-                                  [cluster.setting=value ...]
-
-Draw the pipeline schedule of a training step of `python train.py` with the
-same settings: a lane per stage, a box per forward and backward pass of a micro
-batch, a line per message. The order comes from megatron-core's schedule, which
-runs here with a tiny model. Pass times are proportional to FLOPs or, with
-cluster.device=NAME, forecast for that device. trainer.dp=N sets the number of
-model replicas, so the world may be larger than this machine.
-
-  --measure   also run the model on this machine and draw the measured step;
-              the first diagram then has the median measured times
-  --out FILE  the diagram, .svg or .png (default: runs/pipeline/NAME.svg)
-  --help      show this text
-
-Prints the compute and wait time of each stage and the bubble: the fraction of
-the stages' time spent waiting.
-
-Examples
-  python scripts/pipeline.py trainer.pp=4 trainer.global_batch_size=8
-  python scripts/pipeline.py model=llama7b trainer.pp=4 trainer.vpp=2 \\
-      trainer.dp=1 trainer.global_batch_size=64 cluster.device=h100
-  python scripts/pipeline.py --measure trainer.pp=2 --out pipeline.png
-
-Exit status: 0 done, 2 a config error, else a failure.
-docs/guides/training/parallelism.md explains the diagrams.
-"""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/pipeline.py`` with ``argv``; return the exit status."""
-    return run_tool(USAGE, argv, _run, {"--measure": bool, "--out": Path})
+    return run_tool("pipeline", argv, _run, {"--measure": bool, "--out": Path})
 
 
 def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -17,51 +17,12 @@ from megatron_llama.tools.common import NO_FILES, run_tool
 from megatron_llama.tools.forecast.hardware import devices
 from megatron_llama.tools.plan.forecast_run import forecast_run, report_json, report_lines
 
-USAGE = """\
-usage: python scripts/plan.py [--json] [group=choice ...]
-                              [section.setting=value ...]
-                              [cluster.setting=value ...]
-       python scripts/plan.py --published FILE.csv [--json]
-       python scripts/plan.py --devices
-       python scripts/plan.py --calibrate
-
-Forecast a run of `python train.py` with the same settings, on any machine and
-without a device. The report has memory per pipeline stage, step time by
-component, tokens/s, MFU, duration, cost and scaling to 16,384 devices.
-Formulas and measured errors: docs/guides/tools/planning.md.
-
-  --published FILE     predict each row of a table of published runs; print
-                       the errors by source and device
-  --devices            list the hardware table, with sources
-  --calibrate          measure this machine (1 to 2 minutes), for
-                       cluster.device=cpu
-  --json               print JSON
-  --help               show this help and exit
-
-  cluster.device=h100  accelerator (default: of device=NAME, else h100)
-  cluster.nodes=16     machines (default: enough for tp * cp * pp * dp)
-  cluster.price=2.5    price of one device per hour, any currency
-  cluster.tokens=2e12  tokens to train on (default: from trainer.steps)
-  All settings of cluster: docs/reference/config.md
-
-Examples:
-  python scripts/plan.py model=llama70b data.seq_length=4096 \\
-      trainer.precision=bf16 trainer.tp=8 trainer.pp=4 \\
-      trainer.global_batch_size=512 cluster.nodes=16 cluster.device=h100 \\
-      cluster.tokens=2e12
-  python scripts/plan.py --published runs.csv
-
-Without device=NAME and cluster.device=NAME the report is for h100. Models of
-pretraining recipes need trainer.global_batch_size.
-Exit status: 0 the run fits, 1 it does not fit, 2 invalid arguments or
-settings.
-"""
 PUBLISHED = "--published"
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/plan.py`` with ``argv``; return the exit status."""
-    return run_tool(USAGE, argv, _run, {"--json": bool, "--devices": bool, "--calibrate": bool})
+    return run_tool("plan", argv, _run, {"--json": bool, "--devices": bool, "--calibrate": bool})
 
 
 def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -13,38 +13,13 @@ from megatron_llama.tools.common import NO_FILES, ONLY_STEPS, run_tool
 
 WINDOW = (3, 5)
 FOLDER = "profiling"  # subfolder of the run folder, so that files of the run are not changed
-USAGE = f"""\
-usage: python scripts/profile.py [group=choice ...] [section.setting=value ...]
-
-Run and profile a few training steps of `python train.py`. Prints parameters,
-FLOPs, forward and backward time, share of time and FLOP/s of each module, the
-largest modules by depth, and the waits of each rank by axis. The run folder
-receives a Chrome trace of each rank, a picture of memory over a step, and the
-numbers as JSON. Nothing is saved or validated.
-
-Start it like train.py: directly, or as a rank under torchrun or srun.
-
-  trainer.profile=[A,B]  profiled steps (default: [{WINDOW[0]},{WINDOW[1]}], after warm-up)
-  data=...               default: mock data
-  run.dir=FOLDER         all output goes to FOLDER/{FOLDER} (default: a new
-                         folder in runs/)
-  --help                 show this text
-
-Examples
-  python scripts/profile.py model=llama_2m trainer.tp=2 trainer.pp=2
-  torchrun --nproc_per_node 8 scripts/profile.py \\
-      model=llama3_8b trainer.tp=8
-
-Exit status: 0 done, 2 a config error, else a failure.
-docs/guides/tools/profiling.md explains the numbers.
-"""
 # Placed last on the command line to take precedence.
 _ONCE = ("trainer.epochs=null", "trainer.max_restarts=0", "logging.tensorboard=false", "logging.sample_prompts=[]")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/profile.py`` with ``argv``; return the exit status."""
-    return run_tool(USAGE, argv, _run, {})
+    return run_tool("profile", argv, _run, {})
 
 
 def _run(_: object, argv: Sequence[str]) -> int:

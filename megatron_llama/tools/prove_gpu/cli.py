@@ -26,7 +26,7 @@ from megatron_llama.system.rerun_command import ArgumentParser
 from megatron_llama.system.tables import gib, markdown_table, wrapped_table
 from megatron_llama.system.ulimits import usable_cores
 from megatron_llama.system.wrapping import WIDTH, fill, wrap, wrap_lines
-from megatron_llama.tools.common import show_line
+from megatron_llama.tools.common import read_help, show_line
 from megatron_llama.tools.prove_gpu.run_checks import TABLE, Part, PartResult, Result, Status, read_rows, run_parts
 from megatron_llama.tools.prove_gpu.session import CheckFailed, Clock, Session
 
@@ -36,39 +36,6 @@ MOST_JOBS = 4
 """Default of --jobs on many cores."""
 RESULTS = Path("runs/prove_gpu")
 SEND = "Send back the folder. It has no weights and no data; private paths, user and machine names are replaced."
-USAGE = """\
-usage: python scripts/prove_gpu.py [--minutes N] [--parts A,B] [--jobs N]
-                                   [--output FOLDER] [--resume]
-                                   [--archive FILE] [--device NAME] [--small]
-
-Check this program on the GPUs of this machine: first whether they compute
-right, then speed, then extras, as far as the time reaches. A failing part does
-not stop the others: its first failed check is repeated without Dynamo, without
-cuDNN and with blocking launches, and the table names the variants that pass.
-Prints a row per part, and writes a folder to send back: a dated page, results
-and environment as JSON, logs, plans, metrics and traces. Needs no network, no
-dataset and no model files.
-
-{parts}
-
-  --minutes N       time of the whole command (default: 10); checks that do not
-                    fit are reported as not run
-  --parts A,B       run these parts only; environment always runs
-  --jobs N          checks that run side by side in the parts from parity to
-                    generation (default: a quarter of the cores, 1 to 4)
-  --output FOLDER   folder of the results (default: a new folder in
-                    runs/prove_gpu)
-  --resume          continue in the --output FOLDER of a stopped command: only
-                    checks without a result run
-  --archive FILE    also pack the folder as FILE (.tar.gz) after each check
-  --device NAME     device to check (default: the first accelerator of this
-                    machine); cpu compares the CPU with itself
-  --small           small shapes, to test this command; implied by --device cpu
-  --help            show this text
-
-Exit status: 0 no part failed, 1 a part failed, 2 a user error or no GPU.
-docs/design/gpu.md explains the parts. Not run on hardware.
-"""
 
 
 def parts(small: bool = False) -> list[Part]:
@@ -85,7 +52,7 @@ def parts(small: bool = False) -> list[Part]:
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/prove_gpu.py`` with ``argv``; return the exit status."""
     lines = [line for name, title in TABLE["titles"].items() for line in wrap_lines(title, f"  {name:<13}")]
-    usage = name_commands(USAGE.format(parts="\n".join(lines)))
+    usage = read_help("prove_gpu").replace("{parts}", "\n".join(lines))
     if {"--help", "-h"} & set(argv):
         sys.stdout.write(usage)
         return 0

@@ -19,45 +19,10 @@ from megatron_llama.tools.figures import draw_memory
 from megatron_llama.tools.planned_run import Hardware, read_planned_run
 from megatron_llama.tools.rehearse.report import Rehearsal, as_json, free_bytes, lines
 
-USAGE = """\
-usage: python scripts/rehearse.py [--ranks 0,31,127] [--json]
-                                  [--pictures FOLDER] [group=choice ...]
-                                  [section.setting=value ...]
-                                  [cluster.setting=value ...]
-
-Run a training step of `python train.py` with the same settings as one rank of
-a world of any size, at its true size, on one CPU core. Prints the peak memory
-by kind, the largest tensors, FLOPs by module, bytes sent by axis and
-collective, and the places where the host waits for the device. The training
-code runs with torch's fake process group and fake tensors, which have shapes
-but no values. trainer.dp=N sets the number of model replicas.
-
-device=NAME or cluster.device=NAME selects the hardware. Without both, models
-of pretraining recipes are planned for h100, others for this machine. Models of
-recipes need trainer.global_batch_size. Each peak is compared with the memory
-of the hardware, or with device.memory_gib.
-
-  --ranks 0,31       ranks to rehearse (default: one per distinct pipeline
-                     stage)
-  --json             print a JSON object and draw no pictures
-  --pictures FOLDER  folder of the pictures of memory over time (default:
-                     runs/rehearsal)
-  --help             show this text
-
-Examples
-  python scripts/rehearse.py model=llama70b trainer.tp=8 trainer.pp=4 \\
-      trainer.dp=4 trainer.global_batch_size=1024
-  python scripts/rehearse.py --ranks 7 model=llama3_8b trainer.dp=8 \\
-      trainer.zero=3 trainer.global_batch_size=1024 device.memory_gib=80
-
-Exit status: 0 done, 1 a rank does not fit, 2 a config error, else a failure.
-docs/guides/tools/rehearse.md lists the exact and the approximate numbers.
-"""
-
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/rehearse.py`` with ``argv``; return the exit status."""
-    return run_tool(USAGE, argv, _run, {"--ranks": str, "--json": bool, "--pictures": Path})
+    return run_tool("rehearse", argv, _run, {"--ranks": str, "--json": bool, "--pictures": Path})
 
 
 def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

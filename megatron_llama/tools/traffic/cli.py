@@ -19,43 +19,11 @@ from megatron_llama.tools.forecast import traffic as forecast
 from megatron_llama.tools.planned_run import read_planned_run
 
 HEAD = "bytes per training step and rank"
-USAGE = """\
-usage: python scripts/traffic.py [--measure] [group=choice ...]
-                                 [section.setting=value ...]
-                                 [cluster.setting=value ...]
-
-Predict the bytes sent per rank and step, by parallel axis and collective.
-trainer.dp=N sets the number of model replicas, so the world may be larger than
-this machine. docs/guides/tools/traffic.md has the formulas.
-
-device=NAME or cluster.device=NAME selects the hardware. Without both, models
-of pretraining recipes are planned for h100, others for this machine. Models of
-recipes need trainer.global_batch_size.
-
-  --measure   also run two steps here on random data, count the bytes sent and
-              compare; every byte and call must match
-  --help      show this text
-
-Columns
-  payload     bytes per step: the buffer of all_reduce, the result of
-              all_gather, the input of reduce_scatter, the message of send and
-              recv
-  wire        bytes this rank sends in a ring of p ranks: 2 (p-1)/p of the
-              payload of all_reduce, (p-1)/p of all_gather and reduce_scatter
-
-Examples
-  python scripts/traffic.py model=llama7b trainer.tp=8 \\
-      trainer.dp=16 trainer.global_batch_size=1024
-  python scripts/traffic.py --measure trainer.tp=2 trainer.pp=2
-
-Exit status: 0 done, 1 counts differ from the prediction, 2 a config error,
-else a failure.
-"""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``scripts/traffic.py`` with ``argv``; return the exit status."""
-    return run_tool(USAGE, argv, _run, {"--measure": bool})
+    return run_tool("traffic", argv, _run, {"--measure": bool})
 
 
 def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
