@@ -2,7 +2,7 @@
 
     python -m benchmarks data --input all.jsonl --tokenizer-model tokenizer.model
 
-Each command is a module of benchmarks/ or a row of studies.py. A module has `add_arguments(parser)` and
+Each command is a module of benchmarks/ or a study of studies.toml. A module has `add_arguments(parser)` and
 `run(args) -> int`.
 """
 
@@ -12,37 +12,27 @@ import argparse
 import ast
 import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.help_format import HelpFormatter
+from benchmarks.results import read_studies
 from megatron_llama.config import ConfigError, format_problems
 from megatron_llama.system.errors import run_main
 from megatron_llama.system.exit_status import EXIT_USER
 
 COMMANDS = ("train", "data", "stream", "plan", "planner.published", "planner.fit_planner", "launches", "recovery")
 """The modules; the last part of the name is the command."""
-STUDIES = ("curriculum", "less_communication", "muon", "patterns", "precision", "random_ltd")
-"""Rows of studies.py."""
-
-
-def _titles(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield name and title of each study in studies.py."""
-    for table in (node for node in ast.walk(tree) if isinstance(node, ast.Dict)):
-        for key, value in zip(table.keys, table.values, strict=True):
-            if isinstance(key, ast.Constant) and isinstance(value, ast.Call) and ast.unparse(value.func) == "Study":
-                yield str(key.value), ast.literal_eval(value.args[0]) + "."
 
 
 def main() -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").partition("\n\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    modules = {module.rpartition(".")[2]: module for module in COMMANDS} | dict.fromkeys(STUDIES, "studies")
+    titles = {name: f"{study['title']}." for name, study in read_studies().items()}
+    modules = {module.rpartition(".")[2]: module for module in COMMANDS} | dict.fromkeys(titles, "studies")
     for name, module in modules.items():
         path = Path(__file__).parent / f"{module.replace('.', '/')}.py"
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        doc, titles = ast.get_docstring(tree) or "", dict(_titles(tree))
+        doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         title = titles.get(name, doc.partition("\n")[0])
         command = commands.add_parser(name, help=title, description=doc.replace("%", "%%"))
         command.formatter_class = HelpFormatter

@@ -7,9 +7,11 @@ import platform
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from megatron_llama.devices.processor import processor
 from megatron_llama.system.files import write_atomically
@@ -22,6 +24,11 @@ ROOT = Path(__file__).resolve().parents[1]
 def run_program(program: str, *words: object) -> None:
     """Run one of the project's programs. Raises CalledProcessError."""
     subprocess.run([sys.executable, program, *map(str, words)], cwd=ROOT, check=True)
+
+
+def read_studies() -> dict[str, dict[str, Any]]:
+    """Return the studies of studies.toml by name."""
+    return tomllib.loads((ROOT / "benchmarks/studies.toml").read_text(encoding="utf-8"))
 
 
 def command_line() -> str:

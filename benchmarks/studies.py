@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks muon --input data/redpajama_mini --output runs/muon
 
-Each row of STUDIES is a command. The runs of a seed follow each other, so that other load on the machine affects all of
-them. A finished run is stored and not repeated. An interrupted run restarts from scratch, as its time is measured.
+Each study of studies.toml is a command. The runs of a seed follow each other, so that other load on the machine affects
+all of them. A finished run is stored and not repeated. An interrupted run restarts from scratch, as its time is
+measured.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import ROOT, command_line, conditions, publish, run_program
+from benchmarks.results import ROOT, command_line, conditions, publish, read_studies, run_program
 from megatron_llama.config import load_config
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.system.files import read_json, write_atomically
@@ -42,103 +43,17 @@ VALIDATIONS = 8
 
 
 @dataclass(frozen=True)
-class Variant:
-    """Overrides of a variant of a study."""
-
-    settings: str = ""
-    work_of: str | None = None
-    """Variant whose layer tokens (the sum over layers of the tokens they process) this one reaches; None: its steps."""
-
-
-@dataclass(frozen=True)
 class Study:
-    """A command: variants that are compared with the first one."""
+    """A study of studies.toml."""
 
     title: str
-    variants: Mapping[str, Variant]
+    variants: Mapping[str, str]
     recipe: str = "trainer.dp=1 data.seq_length=256 trainer.global_batch_size=8 trainer.micro_batch_size=4"
     steps: int = 140
+    work_of: Mapping[str, str] = field(default_factory=dict)
 
 
-def _curriculum(metric: str, more: str) -> Variant:
-    return Variant(f"data.curriculum=[{{metric:{metric},total_curriculum_step:35,{more}}}]", "none")
-
-
-_LENGTHS = "min_difficulty:64,max_difficulty:256,difficulty_step:64"
-_ZERO3, _ONE_BIT = "trainer.zero=3", "trainer.zero=0 optim.name=onebit_adam"
-_MUON = "trainer.precision=fp32 optim.name=muon"
-_LTD = Variant("trainer.random_ltd={min_value:64}")
-STUDIES = {
-    "curriculum": Study(
-        "Curricula compared with plain training",
-        {
-            "none": Variant(),
-            "seqlen_truncate": _curriculum("seqlen_truncate", _LENGTHS),
-            "seqlen_reshape": _curriculum("seqlen_reshape", _LENGTHS),
-            "vocab_rarity": _curriculum(
-                "vocab_rarity",
-                "difficulty_type:percentile,schedule_type:fixed_root,min_difficulty:10,max_difficulty:100,"
-                "difficulty_step:10",
-            ),
-        },
-        steps=70,
-    ),
-    "less_communication": Study(
-        "Methods that reduce data-parallel communication",
-        {
-            "zero 3": Variant(_ZERO3),
-            "zero 3, a second copy in each node": Variant(f"{_ZERO3} trainer.secondary_group=2"),
-            "gradients in bf16": Variant(f"{_ZERO3} trainer.grad_reduce=bf16 trainer.reduce_group=2"),
-            "gradients in int8": Variant(f"{_ZERO3} trainer.grad_reduce=int8 trainer.reduce_group=2"),
-            "weights in int8": Variant(f"{_ZERO3} trainer.param_gather=int8"),
-            "zero 0": Variant("trainer.zero=0"),
-            # 1-bit Adam has no bias correction. This run separates its effect from the effect of compression.
-            "zero 0, 1-bit Adam's warm-up only": Variant(f"{_ONE_BIT} optim.freeze_step=1000000"),
-            # Embedding rows without a gradient in the warm-up have a second moment of 0: eps is the denominator.
-            "zero 0, 1-bit Adam, eps 1e-5": Variant(f"{_ONE_BIT} optim.eps=1e-5"),
-        },
-        "trainer.dp=4 trainer.micro_batch_size=2 trainer.global_batch_size=8 data.seq_length=128",
-        steps=100,
-    ),
-    "muon": Study(
-        "Muon compared with AdamW",
-        {
-            "adamw": Variant("trainer.precision=fp32 optim.name=adamw"),
-            "adamw, lr x4": Variant("trainer.precision=fp32 optim.name=adamw optim.lr=4e-3"),
-            "muon": Variant(_MUON),
-            "muon, matrix_lr x4": Variant(f"{_MUON} optim.matrix_lr=4e-3"),
-        },
-        f"{Study.recipe} model=llama_15m model.vocab_size=384",
-        steps=240,
-    ),
-    "patterns": Study(
-        "Sliding-window and block-sparse attention compared with dense attention",
-        {
-            "dense": Variant(),
-            "window of 128": Variant("model.sliding_window=128"),
-            "blocks of 32, 4 local, 1 global": Variant(
-                "model.sparse_attention={block:32,num_local_blocks:4,num_global_blocks:1}"
-            ),
-        },
-        "trainer.dp=1 data.seq_length=1024 trainer.global_batch_size=2 trainer.micro_batch_size=1",
-    ),
-    "precision": Study(
-        "Precisions compared with fp32",
-        {name: Variant(f"trainer.precision={name}") for name in ("fp32", "bf16", "bf16_sr", "bf16_pure")}
-        | {"8-bit states": Variant("trainer.precision=fp32 optim.state_bits=8")},
-        f"{Study.recipe} optim.lr=3e-4",
-        steps=600,
-    ),
-    "random_ltd": Study(
-        "Random-LTD compared with plain training",
-        {
-            "plain": Variant(),
-            "random-LTD, equal steps": _LTD,
-            "plain, random-LTD's layer tokens": Variant("", "random-LTD, equal steps"),
-            "random-LTD, plain's layer tokens": Variant(_LTD.settings, "plain"),
-        },
-    ),
-}
+STUDIES = {name: Study(**study) for name, study in read_studies().items()}
 
 
 @dataclass(frozen=True)
@@ -178,9 +93,9 @@ class Trained:
         return None
 
 
-def settings(study: Study, variant: Variant, steps: int) -> list[str]:
-    """Return the overrides of a run, without data and seed."""
-    words = shlex.split(f"{RECIPE} {study.recipe} {variant.settings}")
+def settings(study: Study, variant: str, steps: int) -> list[str]:
+    """Return the overrides of a run of a variant, given by its overrides; without data and seed."""
+    words = shlex.split(f"{RECIPE} {study.recipe} {variant}")
     return [*words, f"trainer.steps={steps}", f"trainer.val_every_steps={max(1, steps // VALIDATIONS)}"]
 
 
@@ -190,12 +105,12 @@ def _resolve(words: tuple[str, ...]) -> Plan:
     return resolve(config, config.trainer.dp or 1)
 
 
-def _plan(study: Study, variant: Variant, steps: int) -> Plan:
+def _plan(study: Study, variant: str, steps: int) -> Plan:
     """Return the plan on mock data, which has no vocab_rarity; a step has the same tokens with and without it."""
-    return _resolve(tuple(settings(study, Variant() if "vocab_rarity" in variant.settings else variant, steps)))
+    return _resolve(tuple(settings(study, "" if "vocab_rarity" in variant else variant, steps)))
 
 
-def layer_tokens(study: Study, variant: Variant, steps: int) -> int:
+def layer_tokens(study: Study, variant: str, steps: int) -> int:
     """Return the sum over layers of the tokens that they process in a run."""
     plan = _plan(study, variant, steps)
     if plan.random_ltd is None:
@@ -203,11 +118,12 @@ def layer_tokens(study: Study, variant: Variant, steps: int) -> int:
     return plan.random_ltd.layer_tokens(steps, plan.batches)
 
 
-def steps_of(study: Study, variant: Variant) -> int:
+def steps_of(study: Study, name: str) -> int:
     """Return the steps of a variant: the study's, or the fewest with the layer tokens of ``work_of``."""
-    if variant.work_of is None:
+    if name not in study.work_of:
         return study.steps
-    tokens, low, high = layer_tokens(study, study.variants[variant.work_of], study.steps), 0, 1
+    variant = study.variants[name]
+    tokens, low, high = layer_tokens(study, study.variants[study.work_of[name]], study.steps), 0, 1
     while layer_tokens(study, variant, high) < tokens:
         low, high = high, 2 * high
     while high - low > 1:
@@ -216,7 +132,7 @@ def steps_of(study: Study, variant: Variant) -> int:
     return high
 
 
-def sent(study: Study, variant: Variant) -> float:
+def sent(study: Study, variant: str) -> float:
     """Return the MB that a rank sends along dp in a step."""
     operations = step_operations(_plan(study, variant, study.steps), 0, 0)
     amounts = totals(each for each in operations if each.axis == "dp")
@@ -237,13 +153,13 @@ def run(args: argparse.Namespace) -> int:
     """Prepare, train, and print or write the page; return 1 if a program failed."""
     study, folder = STUDIES[args.command], args.output.resolve()
     recipe = shlex.join([*shlex.split(study.recipe), *args.overrides])
-    study = Study(study.title, study.variants, recipe, args.steps or study.steps)
+    study = replace(study, recipe=recipe, steps=args.steps or study.steps)
     runs: dict[str, list[Trained]] = {name: [] for name in study.variants}
     try:
         data = prepare(args.input.resolve(), folder)
         for seed in args.seeds:
             for name, variant in study.variants.items():
-                steps = steps_of(study, variant)
+                steps = steps_of(study, name)
                 words = [*settings(study, variant, steps), data, f"trainer.seed={seed}"]
                 runs[name].append(train(folder / folder_name(name, steps, seed), words))
     except subprocess.CalledProcessError as error:
