@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from megatron_llama.arch.parameters import head_dim
 from megatron_llama.plan.forecast_job import Job
@@ -49,41 +51,8 @@ class Program:
     sum of the gradient (torch's distributed/tensor/parallel/loss.py)."""
 
 
-PROGRAMS = {
-    "megatron 2021": Program(
-        "Megatron-LM before FlashAttention",
-        "scores",
-        "fused",
-        overlaps_dp=False,
-        dropout=True,
-        logit_bytes=0,
-        loss_in_steps=True,
-    ),
-    "megatron": Program("Megatron-Core with Transformer Engine", "tuned", "fused"),
-    "megatron, overlapped": Program("Megatron-Core, overlapped tensor parallelism", "tuned", "fused", overlaps_tp=True),
-    "eager": Program(
-        "PyTorch FSDP, eager, with FlashAttention", keeps_gathered=True, logit_bytes=14, sharded_logit_bytes=16
-    ),
-    "nanotron": Program(
-        "nanotron",
-        keeps_gathered=True,
-        stages_by_cost=True,
-        waits_for_messages=True,
-        logit_bytes=10,
-        loss_in_steps=True,
-    ),
-    "eager, flash 1": Program("PyTorch FSDP, eager, with FlashAttention 1", "flash 1", logit_bytes=14),
-    "compiled": Program("PyTorch FSDP, compiled", kernels="compiled", keeps_gathered=True, sharded_logit_bytes=16),
-    "compiled, overlapped": Program(
-        "PyTorch FSDP, compiled, with asynchronous tensor parallelism",
-        kernels="compiled",
-        overlaps_tp=True,
-        keeps_gathered=True,
-        sharded_logit_bytes=16,
-    ),
-    "synapse": Program("Gaudi graph compiler with fused attention", kernels="compiled"),
-    "xla": Program("XLA", "scores", "compiled"),
-}
+_TABLE = tomllib.loads(Path(__file__).with_name("programs.toml").read_text(encoding="utf-8"))
+PROGRAMS = {name: Program(**fields) for name, fields in _TABLE.items()}
 """Programs by name; rows.py assigns one to each row of a table."""
 
 

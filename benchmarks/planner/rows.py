@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import math
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -431,49 +432,14 @@ def parse_flag(row: Row, column: str) -> bool | None:
     return words not in NO and not words.startswith("no ")
 
 
-# Conversion of vTrain's layout sweeps to rows of published runs.
-#
-# The sweeps (VIA-Research/vTrain) time GPT models that Megatron-DeepSpeed trained in fp16 on the eight A100 of a node.
-# COLUMNS maps their columns; UNSAID has the values that the files omit.
-
-
 TIME = "iteration time (ms)"
-CONFIDENCE = "sweep"
-"""Confidence of the rows. They are similar, so a fit weights each one less."""
-COLUMNS = {
-    "n_devices": "GPUs",
-    "global_batch": "global batch",
-    "micro_batch": "micro batch",
-    "hidden": "hidden size",
-    "heads": "attention heads",
-    "kv_heads": "attention heads",
-    "layers": "# layers",
-    "seq": "sequence length",
-    "tp": "tensor parallelism",
-    "dp": "data parallelism",
-    "pp": "pipeline parallelism",
-}
-UNSAID = {
-    "source": "VIA-Research/vTrain, one node",
-    "model": "gpt",
-    "arch": "GPT",
-    "ffn_kind": "gelu",
-    "vocab": "51200",
-    "tied": "1",
-    "device": "A100-40GB-SXM",
-    "sharding": "none",
-    "sp": "no",
-    # The simulator's settings state otherwise. But with recomputation (4/3 of the work) the GEMMs of the longest runs
-    # would exceed the chip's peak.
-    "recompute": "none",
-    "precision": "fp16 mixed",
-    "framework": "Megatron-DeepSpeed",
-    "confidence": CONFIDENCE,
-}
+"""Column by which vTrain's layout sweeps are recognized."""
+_SWEEP = tomllib.loads(Path(__file__).with_name("vtrain.toml").read_text(encoding="utf-8"))
 
 
 def _published(number: int, row: Mapping[str, str]) -> dict[str, str]:
     """Convert row ``number`` (from 1) of a sweep to a row of published runs."""
-    run = {"id": f"sweep {number}", **UNSAID, **{name: row.get(column, "") for name, column in COLUMNS.items()}}
+    run = {"id": f"sweep {number}", **_SWEEP["unsaid"]}
+    run |= {name: row.get(column, "") for name, column in _SWEEP["columns"].items()}
     run["ffn"], run["step_time_s"] = f"4 x {run['hidden']}", f"{row.get(TIME, '')} ms"
     return run
