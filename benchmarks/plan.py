@@ -18,26 +18,23 @@ from pathlib import Path
 
 from megatron_llama import cli
 from megatron_llama.launch.world import find_world
+from megatron_llama.parallel import open_device
 from megatron_llama.plan import Plan
 from megatron_llama.system.tables import text_table
 from megatron_llama.tools.common import MOCK_RUN
 from megatron_llama.tools.forecast.this_machine import load_calibration, local_step_time
+from megatron_llama.tools.measured_steps import open_rank, rank_results
 from megatron_llama.tools.plan.measure_machine import calibrate
 
 SMALL = ("model=llama_15m", "trainer.micro_batch_size=2", "trainer.global_batch_size=4", "data.seq_length=256")
 LARGE = ("model=llama_56m", "trainer.micro_batch_size=1", "trainer.global_batch_size=2", "data.seq_length=512")
+ONE_SEQUENCE = ("trainer.micro_batch_size=1", "trainer.global_batch_size=1")
 LORA = "finetune.method=lora"
 BF16, TP2, PP2, DP2 = "trainer.precision=bf16", "trainer.tp=2", "trainer.pp=2", "trainer.dp=2"
 JOBS = {
     "15M": SMALL,
     "15M, bf16": (*SMALL, BF16),
-    "15M, seq 1024": (
-        *SMALL,
-        "model.max_position_embeddings=1024",
-        "data.seq_length=1024",
-        "trainer.micro_batch_size=1",
-        "trainer.global_batch_size=1",
-    ),
+    "15M, seq 1024": (*SMALL, *ONE_SEQUENCE, "model.max_position_embeddings=1024", "data.seq_length=1024"),
     "15M, recompute full": (*SMALL, "trainer.recompute=full"),
     "56M": LARGE,
     "56M, bf16": (*LARGE, BF16),
@@ -100,8 +97,6 @@ def _plan(overrides: tuple[str, ...]) -> Plan:
 
 def measured(plan: Plan, steps: int) -> list[float]:
     """Return the seconds of each step on the first rank."""
-    from megatron_llama.tools.measured_steps import rank_results
-
     status, seconds = rank_results(plan, partial(_time_steps, steps))
     if status:
         raise RuntimeError("the job failed")
@@ -110,9 +105,6 @@ def measured(plan: Plan, steps: int) -> list[float]:
 
 def _time_steps(count: int, plan: Plan) -> list[float]:
     """Return the seconds of each step of a rank."""
-    from megatron_llama.parallel import open_device
-    from megatron_llama.tools.measured_steps import open_rank
-
     times = []
     with open_rank(plan, int(os.environ["RANK"]), *open_device(plan)) as steps:
         for number in range(1, count + 2):
