@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -186,50 +187,28 @@ class LogFormat:
     """Series names of a training program; of several names the first logged one counts."""
 
     name: str
-    loss: tuple[str, ...] = ()
+    loss: Sequence[str] = ()
     """Training loss of a step, nats per token."""
-    samples: tuple[str, ...] = ()
+    samples: Sequence[str] = ()
     """Sequences consumed so far."""
-    tokens: tuple[str, ...] = ()
+    tokens: Sequence[str] = ()
     """Tokens consumed so far."""
-    batch: tuple[str, ...] = ()
+    batch: Sequence[str] = ()
     """Sequences per batch, summed if samples are not logged."""
-    step_time: tuple[str, ...] = ()
+    step_time: Sequence[str] = ()
     """Seconds per step."""
-    throughput: tuple[str, ...] = ()
+    throughput: Sequence[str] = ()
     """Sequences per second."""
     from_zero: bool = False
     """Whether steps count from 0, so that step N is batch N + 1."""
 
 
-FORMATS = (
-    # neuronx-nemo-megatron, NxDT and this project use NeMo's names.
-    LogFormat(
-        "megatron_llama or NeMo",
-        loss=("reduced_train_loss",),
-        samples=("consumed_samples",),
-        tokens=("consumed_tokens",),
-        step_time=("step_time_s", "train_step_timing in s", "train_step_timing"),
-        throughput=("throughput",),
-    ),
-    # "throughput" is omitted: it is TFLOP/s per GPU. Names with a slash are of Megatron-DeepSpeed.
-    LogFormat(
-        "Megatron-LM",
-        loss=("lm loss", "lm-loss-training/lm loss"),
-        batch=("batch-size", "batch-size/batch-size"),
-        step_time=("iteration-time", "iteration-time/iteration-time"),
-    ),
-    # With "train/" in TensorBoard, without it in trainer_state.json.
-    LogFormat(
-        "Hugging Face Trainer",
-        loss=("train/loss", "loss"),
-        tokens=("train/num_input_tokens_seen", "num_input_tokens_seen"),
-        throughput=("train/train_samples_per_second", "train_samples_per_second"),
-    ),
-    # log_every_n_steps=50 logs at steps 49, 99, ...
-    LogFormat("Lightning", loss=("train_loss",), from_zero=True),
+_FORMATS_FILE = Path(__file__).with_name("formats.toml")
+FORMATS = tuple(
+    LogFormat(name, **names) for name, names in tomllib.loads(_FORMATS_FILE.read_text(encoding="utf-8")).items()
 )
 ROLES = tuple(field.name for field in fields(LogFormat) if field.name not in ("name", "from_zero"))
+KNOWN_LOSSES = ", ".join(name for program in FORMATS for name in program.loss)
 
 
 def detect_format(series: Collection[str], tags: Mapping[str, Sequence[str]]) -> LogFormat | None:
@@ -256,11 +235,6 @@ def first_logged(names: Sequence[str], series: Collection[str]) -> str | None:
     return next((name for name in names if name in series or name + OVER_SAMPLES in series), None)
 
 
-def known_losses() -> str:
-    """List the built-in names of the loss."""
-    return ", ".join(name for program in FORMATS for name in program.loss)
-
-
 def first_common_loss(run: Path, log: Path) -> tuple[int, float, float] | None:
     """Return the first step that both logs have, and the losses in ``run`` and in ``log``; None without such a step.
 
@@ -272,7 +246,7 @@ def first_common_loss(run: Path, log: Path) -> tuple[int, float, float] | None:
         program = detect_format(series, {})
         name = first_logged(program.loss, series) if program is not None else None
         if program is None or name is None or name not in series:
-            raise run_error(path, "has no known loss", f"write a log with {known_losses()}")
+            raise run_error(path, "has no known loss", f"write a log with {KNOWN_LOSSES}")
         steps = (round(step) + program.from_zero for step in series[name].steps)
         curves.append(dict(zip(steps, series[name].values, strict=True)))
     common = sorted(curves[0].keys() & curves[1].keys())
@@ -324,7 +298,7 @@ def read_run(path: str, name: str, tags: Mapping[str, Sequence[str]], samples_pe
     listed += f", and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     program = detect_format(names, tags)
     if program is None:
-        looked_for = ", ".join(tags["loss"]) if "loss" in tags else known_losses()
+        looked_for = ", ".join(tags["loss"]) if "loss" in tags else KNOWN_LOSSES
         rule = f"has no training loss in {source.name} (names tried: {looked_for})"
         raise run_error(path, rule, f"write --tag loss=NAME; available: {listed}")
     tag = first_logged(program.loss, log) or ""
