@@ -46,11 +46,6 @@ class ClusterConfig:
     """Write bandwidth of one machine for checkpoints, in GB/s."""
 
 
-def load_cluster(overrides: Sequence[str]) -> tuple[ClusterConfig, list[str], list[Problem]]:
-    """Parse the overrides of ``cluster``: (its settings, the other overrides, problems)."""
-    return load_section(ClusterConfig, CLUSTER, overrides)
-
-
 @dataclass
 class TuneConfig:
     """Objective and limits of a search; for scripts/tune.py."""

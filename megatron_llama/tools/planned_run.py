@@ -15,7 +15,7 @@ from megatron_llama.devices import HOST, find_device
 from megatron_llama.launch.world import World, find_world
 from megatron_llama.plan.defaults_and_notes import is_large
 from megatron_llama.system.tables import plural
-from megatron_llama.tools.cluster_settings import CLUSTER, ClusterConfig, load_cluster
+from megatron_llama.tools.cluster_settings import CLUSTER, ClusterConfig, load_section
 from megatron_llama.tools.forecast import hardware as hardware_table
 from megatron_llama.tools.forecast.hardware import HardwareSpec
 from megatron_llama.topology import Grid
@@ -73,7 +73,7 @@ def read_planned_run(overrides: Sequence[str], extra: Sequence[str] = (), *, alw
 
     Raises ConfigError with all problems of the settings.
     """
-    cluster, rest, problems = load_cluster(overrides)
+    cluster, rest, problems = load_section(ClusterConfig, CLUSTER, overrides)
     config = read_config(rest, extra, problems)
     hardware, more = find_hardware(config or Config(), cluster, overrides, always_named=always_named)
     problems += more

@@ -169,7 +169,7 @@ def pass_times_on_cluster(plan: Plan, cluster: ClusterConfig) -> PassTimes:
     The total is split into forward and backward pass by FLOPs.
     """
     hardware = find_device(cluster.device)
-    assert hardware is not None, "checked by the caller of load_cluster"
+    assert hardware is not None, "checked by the caller"
     model = StepModel(job_of_plan(plan), hardware.per_rank(), load_constants())
     totals = 1000 * model.layer().total, 1000 * model.head()
     block, head = (total / (1 + ratio) for total, ratio in zip(totals, _backward_ratios(plan), strict=True))

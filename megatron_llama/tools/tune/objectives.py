@@ -21,7 +21,7 @@ from megatron_llama.system.files import FolderTaken, locked_folder, write_atomic
 from megatron_llama.system.progress import ProgressBar
 from megatron_llama.system.tables import GIB, gib, plural, text_table
 from megatron_llama.system.wrapping import WIDTH, wrap_lines
-from megatron_llama.tools.cluster_settings import TuneConfig, load_cluster, load_tuning
+from megatron_llama.tools.cluster_settings import CLUSTER, ClusterConfig, TuneConfig, load_section, load_tuning
 from megatron_llama.tools.common import NO_FILES
 from megatron_llama.tools.plan.forecast_run import MOST_DEVICES, forecast_plan
 from megatron_llama.tools.planned_run import read_config
@@ -59,7 +59,7 @@ class TuneRequest:
 def read_request(overrides: Sequence[str]) -> TuneRequest:
     """Parse a command line. Raises ConfigError with all problems of the settings."""
     tune, rest, problems = load_tuning(overrides)
-    cluster, rest, more = load_cluster(rest)
+    cluster, rest, more = load_section(ClusterConfig, CLUSTER, rest)
     problems += more
     config = read_config(rest, [*NO_FILES, "dry_run=true"], problems)
     if config is not None:
