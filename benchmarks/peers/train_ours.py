@@ -17,6 +17,7 @@ import torch.distributed as dist
 from benchmarks.harness.task import Facts, TrainingTask, checksum
 from benchmarks.harness.worker import Ranks, serve
 from megatron_llama.cli import main as launch
+from megatron_llama.config.problems import write_override
 from megatron_llama.devices.cpu import attention as attention_cpu
 from megatron_llama.devices.cpu.matmul import by_amx
 from megatron_llama.model.inputs import MicroBatch
@@ -37,16 +38,12 @@ def overrides(task: TrainingTask, run_dir: str) -> list[str]:
     optim = task.optimizer | {"state_bits": None if task.state_bits == 32 else task.state_bits, "warmup_steps": 0}
     model = {name: value for name, value in task.model.items() if name != "name"}
     sections = {"model": model, "trainer": trainer, "optim": optim}
-    settings = [f"{section}.{name}={_text(value)}" for section, of in sections.items() for name, value in of.items()]
+    settings = [write_override(f"{section}.{name}", x) for section, of in sections.items() for name, x in of.items()]
     return [
         *(f"model={task.preset}", f"device={task.device}", f"data.seq_length={task.seq_length}", "optim=constant"),
         *(*settings, f"trainer.compile_cache={task.cache}", f"run.dir={run_dir}", *MOCK_RUN),
         *("checkpoint.every_steps=null", "checkpoint.every_minutes=0"),
     ]
-
-
-def _text(value: Any) -> str:
-    return "null" if value is None else str(value).replace(" ", "")
 
 
 def _attention(task: TrainingTask, dtype: torch.dtype) -> str:

@@ -17,6 +17,7 @@ from megatron_llama.config.rope import longest_sequence
 from megatron_llama.config.settings import CHAT_TEMPLATES
 from megatron_llama.system.progress import ProgressBar
 from megatron_llama.tools.inference.arguments import Measure, OpenedModel, Problems, Task, model_parser, run_task
+from megatron_llama.tools.inference.sampling import flag_of
 
 if TYPE_CHECKING:
     from megatron_llama.tools.inference.generator import Generator
@@ -69,8 +70,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _check(arguments: argparse.Namespace, problems: Problems) -> None:
     """Add the problems of the arguments."""
-    tasks = {f"--{name}": getattr(arguments, name) for name in ("dataset", "labelled", "generative", "lm_eval")}
-    tasks = {flag.replace("_", "-"): value for flag, value in tasks.items()}
+    tasks = {flag_of(name): getattr(arguments, name) for name in ("dataset", "labelled", "generative", "lm_eval")}
     given = [flag for flag, value in tasks.items() if value is not None]
     if len(given) != 1:
         rule = f"exactly one is required, not {' and '.join(given)}" if given else "exactly one is required"
@@ -81,7 +81,7 @@ def _check(arguments: argparse.Namespace, problems: Problems) -> None:
     is_harness = arguments.lm_eval is not None
     for name in ("template", "seq_length", "max_tokens") if is_harness else ("num_fewshot", "include_path"):
         if getattr(arguments, name) is not None:
-            flag = f"--{name.replace('_', '-')}"
+            flag = flag_of(name)
             rule = "does not apply to --lm-eval" if is_harness else "applies only to --lm-eval"
             problems.add(flag, str(getattr(arguments, name)), rule, f"remove {flag}")
     if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
@@ -89,8 +89,7 @@ def _check(arguments: argparse.Namespace, problems: Problems) -> None:
     for name in ("limit", "batch_size", "max_new_tokens", "seq_length"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            flag = f"--{name.replace('_', '-')}"
-            problems.add(flag, value, "must be at least 1", f"remove {flag}")
+            problems.add(flag_of(name), value, "must be at least 1", f"remove {flag_of(name)}")
     if arguments.max_tokens is not None and arguments.max_tokens < 2:
         rule = "must be at least 2, because the first token is not predicted"
         problems.add("--max-tokens", arguments.max_tokens, rule, "remove --max-tokens")
