@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan, batch_line, layout_lines
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import format_ranges, text_table
+from megatron_llama.system.ulimits import usable_cores
 from megatron_llama.tools.common import MOCK_RUN, run_tool
 from megatron_llama.tools.figures import as_png, as_svg
 from megatron_llama.tools.pipeline import diagram
@@ -163,7 +163,7 @@ def _report(
     if measured is not None:
         bubbles.append(("measured", measured.bubble))
     yield from (f"  {row}" for row in text_table([(name, f"{share:.1%}") for name, share in bubbles], left=1))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(usable_cores())
     device = find_device(plan.config.device.name)
     shares_cores = device is not None and not device.is_accelerator
     if measured is not None and shares_cores and plan.world_size > cores:

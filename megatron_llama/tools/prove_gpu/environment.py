@@ -19,6 +19,7 @@ from megatron_llama import devices
 from megatron_llama.devices.kernels import Float8Operand
 from megatron_llama.devices.processor import processor
 from megatron_llama.system.programs import commit
+from megatron_llama.system.ulimits import usable_cores
 from megatron_llama.tools.common import package_version
 
 PACKAGES = (
@@ -82,7 +83,7 @@ def _facts(device: devices.Device) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": processor().get("model name", platform.machine()),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(usable_cores()),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "compiler": _compiler_version(),
         "compiler_missing": device.compiler_missing(),
