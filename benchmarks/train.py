@@ -9,11 +9,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import arguments, comparison
-from benchmarks.harness.environments import Peer, torch_version
+from benchmarks.harness.environments import Peer
 from benchmarks.harness.runner import run_rounds
 from benchmarks.harness.task import TrainingTask
 from benchmarks.results import ROOT, command_line, commit, describe_machine
@@ -76,7 +77,7 @@ def _write(args: argparse.Namespace, cells: list[comparison.ComparisonCell], exc
         "machine": describe_machine(args.device),
         "commit": commit(),
         "command": command_line(),
-        "versions": {"python": sys.version.split()[0], "torch": torch_version()},
+        "versions": {"python": sys.version.split()[0], "torch": version("torch")},
         "left_out": excluded,
     }
     text = "\n".join(page(record, cells)) + "\n"

@@ -217,12 +217,7 @@ LAYOUT_HEAD = ("layout", "times one process", "upper bound", "share of bound")
 FACTS_HEAD = ("program", "optimizer", "attention", "weights", "matmuls")
 
 
-def fact_rows(cells: Sequence[ComparisonCell]) -> list[list[str]]:
+def fact_rows(cells: Sequence[ComparisonCell]) -> list[tuple[str, ...]]:
     """Return rows of FACTS_HEAD: the facts that the programs report, without duplicates."""
-    rows = {}
-    for cell in cells:
-        for result in cell.results:
-            facts = result.facts
-            row = [result.name, facts.optimizer, facts.attention, facts.weight_dtype, facts.compute_dtype]
-            rows[tuple(row)] = row
-    return sorted(rows.values())
+    programs = [(result.name, result.facts) for cell in cells for result in cell.results]
+    return sorted({(name, f.optimizer, f.attention, f.weight_dtype, f.compute_dtype) for name, f in programs})

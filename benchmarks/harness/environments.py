@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.results import ROOT
 from megatron_llama.system.files import write_atomically
 
-ROOT = Path(__file__).resolve().parents[2]
 BENCH_DIR = ROOT / ".bench"
 OURS = "ours"
 
@@ -46,11 +46,6 @@ class NotInstalled(RuntimeError):
     """A peer's environment could not be created."""
 
 
-def torch_version() -> str:
-    """Return the version of the installed torch with its build, such as 2.13.0+cpu."""
-    return version("torch")
-
-
 def interpreter(peer: Peer, folder: Path = BENCH_DIR) -> Path:
     """Return the Python of ``peer``; create its environment if it is missing or has other versions.
 
@@ -60,8 +55,8 @@ def interpreter(peer: Peer, folder: Path = BENCH_DIR) -> Path:
         return Path(sys.executable)
     place = folder / peer.name
     python, stamp = place / "bin" / "python", place / "installed.txt"
-    # Without the build tag pip takes the build of its index; the installed build is checked below.
-    requirements = [f"torch=={torch_version().partition('+')[0]}", "numpy", "setuptools<82", *peer.packages]
+    # Without the build tag, such as +cpu, pip takes the build of its index; the installed build is checked below.
+    requirements = [f"torch=={version('torch').partition('+')[0]}", "numpy", "setuptools<82", *peer.packages]
     if not stamp.is_file() or stamp.read_text(encoding="utf-8").split() != requirements:
         _install(place, python, requirements)
         write_atomically(stamp, "\n".join(requirements) + "\n")
@@ -82,5 +77,5 @@ def _install(place: Path, python: Path, requirements: Sequence[str]) -> None:
                 raise NotInstalled(f"{' '.join(command[1:4])} ended with status {status}, see {log}")
     code = "from importlib.metadata import version; print(version('torch'))"
     installed = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False).stdout.strip()
-    if installed != torch_version():
-        raise NotInstalled(f"pip installed torch {installed} instead of {torch_version()}: times are not comparable")
+    if installed != version("torch"):
+        raise NotInstalled(f"pip installed torch {installed} instead of {version('torch')}: times are not comparable")

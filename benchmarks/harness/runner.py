@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from benchmarks.harness.comparison import ProgramResult, StartupTime, TurnMeasurement, find_mismatches
-from benchmarks.harness.environments import BENCH_DIR, ROOT, Peer
+from benchmarks.harness.environments import BENCH_DIR, Peer
 from benchmarks.harness.task import Facts, TrainingTask
+from benchmarks.results import ROOT
 from megatron_llama.devices.private_folder import make_private
 from megatron_llama.system.errors import MachineError
 from megatron_llama.system.signals import exit_with_parent
