@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -119,12 +119,17 @@ def rank_model(plan: Plan, rank: int, compiler: Compiler | None = None) -> Paral
 
 def on_ranks(function: Callable[..., Any], plan: Plan, *args: Any) -> list[Any]:
     """Return the results of ``function(plan, model, *args)`` on the forked ranks of a plan, inside ``rank_groups``."""
-    return run_ranks(_with_model, plan.world_size, function, plan, args)
+    return [result for (result,) in on_ranks_by_plan(function, [plan], *args)]
 
 
-def _with_model(rank: int, function: Callable[..., Any], plan: Plan, args: tuple[Any, ...]) -> Any:
-    with rank_groups(plan, rank):
-        return function(plan, rank_model(plan, rank), *args)
+def on_ranks_by_plan(function: Callable[..., Any], plans: Sequence[Plan], *args: Any) -> list[list[Any]]:
+    """Return the results of ``on_ranks`` for plans that share a layout: one list per rank."""
+    return run_ranks(_with_models, plans[0].world_size, function, plans, args)
+
+
+def _with_models(rank: int, function: Callable[..., Any], plans: Sequence[Plan], args: tuple[Any, ...]) -> list[Any]:
+    with rank_groups(plans[0], rank):
+        return [function(plan, rank_model(plan, rank), *args) for plan in plans]
 
 
 def batches_of(samples: Any, plan: Plan) -> Batches:

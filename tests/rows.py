@@ -48,12 +48,16 @@ def read_layouts(file: str, section: str = "") -> tuple[dict[str, tuple[int, lis
     return {name: (ranks, overrides(settings)) for name, (ranks, settings) in table.items()}, stars
 
 
+def each_layout(file: str, section: str = "", names: str = "ranks, layout") -> pytest.MarkDecorator:
+    """Run a test with each row of a table of ``layouts.txt``; rows without a star are slow."""
+    table, stars = read_layouts(file, section)
+    return pytest.mark.parametrize(names, rows(table.items(), stars))
+
+
 TRAINER = {field.name for field in fields(TrainerConfig)}
 
 
 def overrides(text: str) -> list[str]:
     """Split settings of a table: ``tp=2 optim.lr=1`` is ``trainer.tp=2`` and ``optim.lr=1``."""
-    words = re.findall(r"(?:\{.*?\}|\S)+", text)
-    words = re.findall(r"(?:\{.*?\}|\S)+", text)
     words = re.findall(r"(?:\{.*?\}|\S)+", text)
     return [f"trainer.{word}" if word.partition("=")[0] in TRAINER else word for word in words]
