@@ -37,28 +37,28 @@ def exact_results(page: str) -> dict[str, str]:
 
 def fine_tuning_rows(folder: Path | None = None) -> Iterator[tuple[str, int, list[str]]]:
     """Yield (name, ranks, settings) of the layouts of tests/finetuning; settings need the data in ``folder``."""
-    from tests.finetuning import runner
-    from tests.finetuning import test_new_tokens as tokens
-    from tests.finetuning import test_preference as preference
+    from tests.finetuning import runner, test_preference
     from tests.ranks import run_ranks
+    from tests.rows import read_layouts
 
     world = None if folder is None else runner.make_world(folder)
-    for number, (name, (ranks, layout)) in enumerate(preference.LAYOUTS.items()):
+    for number, (name, (ranks, settings)) in enumerate(read_layouts(runner.__file__, "preference")[0].items()):
         if ranks > 1:
-            settings = [] if world is None else preference.settings(world.base.parent / str(number), world, *layout)
+            if world is not None:
+                settings = test_preference.settings(world.base.parent / str(number), world, *settings)
             yield name if name.startswith(("orpo", "kto")) else f"dpo, {name}", ranks, settings
     for tied in (False, True):
-        start = [*tokens.GROWN, *([tokens.TIED] if tied else [])]
-        kinds = {"new tokens": ["finetune=full"], "new tokens, rows": [*tokens.LORA, *tokens.BY_ROWS[tied]]}
+        start = [*runner.GROWN, *([runner.TIED] if tied else [])]
+        kinds = {"new tokens": ["finetune=full"], "new tokens, rows": [*runner.LORA, *runner.BY_ROWS[tied]]}
         if folder is not None:
-            base, grown = tokens.make_bases(folder / f"tokens_{tied}", tied)
+            base, grown = runner.make_bases(folder / f"tokens_{tied}", tied)
             start += [f"init_from={base}"]
             # At B = 0 Adam's first steps are signs of gradients, also of gradients that are rounding errors.
             plan, adapter = runner.make_plan(1, folder, *kinds["new tokens, rows"], *start), base.parent / "adapter"
             run_ranks(runner.save_adapter, 1, plan, grown, adapter)
             kinds["new tokens, rows"] = ["finetune=lora", f"finetune.adapter={adapter}"]
         for kind, chosen in kinds.items():
-            for name, (ranks, layout) in tokens.LAYOUTS.items():
+            for name, (ranks, layout) in read_layouts(runner.__file__, "new tokens")[0].items():
                 if ranks > 1:
                     yield f"{kind}, {'tied' if tied else 'untied'}, {name}", ranks, [*start, *chosen, *layout]
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from megatron_llama.checkpoint.checkpointer import Checkpointer
+from megatron_llama.checkpoint.export import Exported, export
+from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.config import load_config
 from megatron_llama.data.batches import Data
 from megatron_llama.optim import build_optimizer
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.train.reference_logps import add_reference
 from tests.checkpoint.runner import resumed
-from tests.model.llamas import hf_config, whole_batch
+from tests.model.llamas import LossOfStep, hf_config, loss_of_batch, train_plain, whole_batch
 from tests.oracle import (
     SHAPE,
     Tensors,
@@ -218,36 +221,11 @@ def save_adapter(rank: int, plan: Plan, base: Path, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def loss_of_batch(model: Any, plan: Plan, step: int) -> torch.Tensor:
-    """transformers' loss of a step's global batch."""
-    tokens, labels, mask = whole_batch(plan, step)
-    marked = torch.where(mask > 0, labels, -100)
-    return model(input_ids=tokens, labels=marked, shift_labels=marked, num_items_in_batch=mask.sum()).loss
-
-
-def train_theirs(
-    model: Any, plan: Plan, steps: int, loss_of: Callable[[Any, Plan, int], torch.Tensor] = loss_of_batch
-) -> Tuned:
-    """torch.optim.AdamW in a plain loop over the same batches. To be called in a forked rank."""
-    optim = plan.config.optim
-    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    # The groups of transformers' Trainer: weight decay for all weights except norms.
-    groups = [
-        {"params": [p for name, p in named.items() if "norm" not in name], "weight_decay": optim.weight_decay},
-        {"params": [p for name, p in named.items() if "norm" in name], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)  # type: ignore[arg-type]
-    tuned = Tuned()
-    assert optim.clip is not None
-    for step in range(steps):
-        loss = loss_of(model, plan, step)
-        loss.backward()
-        tuned.losses.append(loss.item())
-        tuned.norms.append(torch.nn.utils.clip_grad_norm_(named.values(), optim.clip).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    tuned.trained = {_plain(name): parameter.detach().clone() for name, parameter in named.items()}
-    return tuned
+def train_theirs(model: Any, plan: Plan, steps: int, loss_of: LossOfStep = loss_of_batch) -> Tuned:
+    """Train transformers' model in a plain loop over the same batches. To be called in a forked rank."""
+    losses, norms = train_plain(model, plan, steps, loss_of)
+    trained = {_plain(name): p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    return Tuned(losses, norms, trained=trained)
 
 
 def _plain(name: str) -> str:
@@ -288,6 +266,26 @@ def their_logits(rank: int, plan: Plan, base: Path, adapter: Path | None) -> tup
     with torch.no_grad():
         logits = model(whole_batch(plan, 0)[0]).logits
     return logits, None if adapter is None else dict(model.merge_and_unload().state_dict())
+
+
+def assert_exchanged(
+    run: Path, out: Path, start: Sequence[str], plan: Plan, base: Path, restart: Sequence[str]
+) -> tuple[Exported, Path, torch.Tensor]:
+    """Export the adapter of a run and merge it: peft and a new run have its logits, and peft merges the same weights.
+
+    Return the exported adapter, the folder of the merged weights, and the logits.
+    """
+    made = export(find_checkpoint(run), out / "adapter")
+    merged = export(find_checkpoint(run), out / "merged", merge=True).folder
+    (logits,) = run_ranks(our_logits, 1, make_plan(1, run, *start))
+    of_peft, by_peft = run_ranks(their_logits, 1, plan, base, made.folder)[0]
+    assert distance(logits, of_peft) <= 1e-6
+    ours = load_file(merged / "model.safetensors")
+    assert all(distance(ours[name], by_peft[name]) <= 1e-6 for name in ours)
+    chosen = ["finetune=lora", f"finetune.adapter={made.folder}", *restart]
+    (reloaded,) = run_ranks(our_logits, 1, make_plan(1, out / "new", *chosen))
+    assert torch.equal(reloaded, logits)
+    return made, merged, logits
 
 
 @dataclass

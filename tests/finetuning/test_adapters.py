@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from tests.finetuning.runner import (
     TIED,
     TOKENS,
     World,
+    assert_exchanged,
     make_bases,
     make_plan,
     our_logits,
@@ -55,10 +55,6 @@ def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _model(settings: Sequence[str]) -> list[str]:
-    return [setting for setting in settings if setting.startswith("model.")]
-
-
 def _adapter_start(adapter: Path, base: Path) -> list[str]:
     return ["finetune=lora", f"finetune.adapter={adapter}", f"init_from={base}"]
 
@@ -76,19 +72,10 @@ def test_peft_reads_and_merges_our_adapter(kind: str, world: World, trained: Pat
     if kind in KINDS:
         trained, start = tmp_path / "run", [*KINDS[kind], f"init_from={base}"]
         tune(2, trained, *start, "trainer.tp=2", steps=3)
-    made = export(find_checkpoint(trained), tmp_path / "adapter")
-    merged_folder = export(find_checkpoint(trained), tmp_path / "merged", merge=True).folder
-    merged = load_file(merged_folder / "model.safetensors")
-    (logits,) = run_ranks(our_logits, 1, make_plan(1, trained, *start))
-    (of_peft, by_peft) = run_ranks(their_logits, 1, world.plan, base, made.folder)[0]
-    assert distance(logits, of_peft) <= 1e-6
-    assert all(distance(merged[name], by_peft[name]) <= 1e-6 for name in merged)
-    (of_merged, _) = run_ranks(their_logits, 1, world.plan, merged_folder, None)[0]
+    restart = [*(one for one in start if one.startswith("model.")), f"init_from={base}"]
+    made, merged, logits = assert_exchanged(trained, tmp_path, start, world.plan, base, restart)
+    (of_merged, _) = run_ranks(their_logits, 1, world.plan, merged, None)[0]
     assert distance(logits, of_merged) <= 1e-5
-    (reloaded,) = run_ranks(
-        our_logits, 1, make_plan(1, tmp_path / "new", *_model(start), *_adapter_start(made.folder, base))
-    )
-    assert torch.equal(reloaded, logits)
     magnitudes = [name for name in load_file(made.folder / ADAPTER_WEIGHTS) if name.endswith(".lora_magnitude_vector")]
     assert len(magnitudes) == (14 if kind == "dora" else 0)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,6 @@ import megatron_llama.train.run_rank  # noqa: F401  imported before the fork
 from benchmarks.verify.parity import fine_tuning_rows
 from data_prep import sft
 from data_prep.lib.sft_and_text_sets import ExampleOptions, build_chat_format
-from megatron_llama.checkpoint.export import export
-from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.cli import main
 from megatron_llama.config import ConfigError, load_config
 from megatron_llama.data.checks import check_data
@@ -37,20 +37,21 @@ from tests.finetuning.runner import (
     TOKENS,
     Tuned,
     World,
+    assert_exchanged,
     assert_near,
     make_bases,
     make_plan,
-    our_logits,
-    their_logits,
     tune,
 )
-from tests.messages import raises_with_message
-from tests.oracle import distance
+from tests.golden import GoldenFiles
+from tests.messages import raises_with_message, unwrap
 from tests.paths import CONF, ROOT
 from tests.processes import Launcher
 from tests.ranks import RankFailed, run_ranks
-from tests.rows import read_layouts, rows
+from tests.rows import each_layout, read_layouts, rows
 from tests.tools.inference.models import CPU, command, generate, make_folder, train_sentencepiece, write_tokenizer
+
+Bases = dict[bool, tuple[Path, Path]]
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -59,24 +60,21 @@ def tied(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(scope="module")
-def bases(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[Path, Path]]:
+def bases(world: World, tmp_path_factory: pytest.TempPathFactory) -> Bases:
     """By whether embeddings are tied: a base model with a tokenizer, and the same model that transformers resized."""
     return {tied: make_bases(tmp_path_factory.mktemp("new_tokens"), tied) for tied in (False, True)}
 
 
-LAYOUTS, QUICK = read_layouts(__file__, "new tokens")
-
-
 @pytest.fixture(scope="module")
-def theirs(bases: dict[bool, tuple[Path, Path]], tied: bool) -> Tuned:
+def theirs(bases: Bases, tied: bool) -> Tuned:
     """Full fine-tuning of the grown model by transformers."""
     plan = make_plan(1, bases[tied][1] / "run", f"model.vocab_size={ROWS}", EPS, *([TIED] if tied else []))
     return run_ranks(runner.run_full, 1, plan, bases[tied][1], 3)[0]
 
 
-@pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), QUICK))
+@each_layout(__file__, "new tokens")
 def test_training_equals_a_resized_model(
-    ranks: int, layout: list[str], bases: dict[bool, tuple[Path, Path]], tied: bool, theirs: Tuned, tmp_path: Path
+    ranks: int, layout: list[str], bases: Bases, tied: bool, theirs: Tuned, tmp_path: Path
 ) -> None:
     """Spare rows stay, new ones start as the mean, in all layouts; then losses and weights are transformers'."""
     base, grown = bases[tied]
@@ -95,9 +93,7 @@ ADAPTED, QUICK_ADAPTED = read_layouts(__file__, "adapters of new tokens")
 
 
 @pytest.mark.parametrize("name", rows([(name, [name]) for name in ADAPTED], QUICK_ADAPTED))
-def test_adapters_with_new_tokens_are_exchanged_with_peft(
-    name: str, bases: dict[bool, tuple[Path, Path]], tied: bool, tmp_path: Path
-) -> None:
+def test_adapters_with_new_tokens_are_exchanged_with_peft(name: str, bases: Bases, tied: bool, tmp_path: Path) -> None:
     """peft's adapter with grown modules_to_save trains as in peft; peft reads ours, which starts a run again."""
     import peft
 
@@ -109,23 +105,14 @@ def test_adapters_with_new_tokens_are_exchanged_with_peft(
     theirs = run_ranks(runner.run_lora, 1, plan, grown, adapter, 3)[0]
     chosen = ["finetune=lora", f"finetune.adapter={adapter}", *model]
     assert_near(tune(ranks, tmp_path / "run", *chosen, *layout, steps=3), theirs)
-    made = export(find_checkpoint(tmp_path / "run"), tmp_path / "ours")
-    merged = export(find_checkpoint(tmp_path / "run"), tmp_path / "merged", merge=True).folder
+    made, *_ = assert_exchanged(tmp_path / "run", tmp_path / "ours", chosen, plan, grown, model)
     assert (made.folder / "tokenizer.json").exists() and made.tokenizer
-    (logits,) = run_ranks(our_logits, 1, make_plan(1, tmp_path / "run", *chosen))
-    of_peft, by_peft = run_ranks(their_logits, 1, plan, grown, made.folder)[0]
-    assert distance(logits, of_peft) <= 1e-6
-    ours = load_file(merged / "model.safetensors")
-    assert all(distance(ours[name], by_peft[name]) <= 1e-6 for name in ours)
-    restart = ["finetune=lora", f"finetune.adapter={made.folder}", *model]
-    (reloaded,) = run_ranks(our_logits, 1, make_plan(1, tmp_path / "new", *restart))
-    assert torch.equal(reloaded, logits)
     assert open_saved_model(made.folder).model.vocab_size == ROWS  # on the base, which has fewer rows
     by_name = peft.AutoPeftModelForCausalLM.from_pretrained(made.folder)  # resizes the base by the folder's tokenizer
     assert by_name.get_input_embeddings().weight.shape[0] == ROWS
 
 
-def test_a_tied_adapter_of_peft_must_stay_tied(bases: dict[bool, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_a_tied_adapter_of_peft_must_stay_tied(bases: Bases, tmp_path: Path) -> None:
     plan = make_plan(1, tmp_path, *LORA, "finetune.modules_to_save=[embed_tokens]", TIED)
     run_ranks(runner.save_adapter, 1, plan, bases[True][0], tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
@@ -188,27 +175,9 @@ def _train(folder: Path, *overrides: str) -> None:
     assert job.wait() == 0, job.out.read_text()
 
 
-# Settings, and a part of the message. ``BASE`` is a folder with a tokenizer, ``SPM`` a sentencepiece model.
-BAD = {
-    "rows of other tokens": (
-        ["finetune=lora", "init_from=BASE", "data.tokenizer=BASE", *NEW, "finetune.trainable_token_indices=[3,291]"],
-        r"the ids of the new tokens, 290 to 292: .* write finetune.trainable_token_indices=\[3,291,290,292\]",
-    ),
-    "empty, repeated and existing": (
-        ["data.tokenizer=BASE", 'data.add_tokens=["<|end|>","cat"," ","x"]', 'data.add_special_tokens=["x"]'],
-        r"data.add_tokens = .* rule a token is empty; \[x\] occur twice; the tokenizer has <\|end\|> \(id 0\), cat",
-    ),
-    "no tokenizer": (['data.add_special_tokens=["x"]'], r"data.add_special_tokens.*data.tokenizer=FOLDER"),
-    "sentencepiece": (["data.tokenizer=SPM", 'data.add_tokens=["x"]'], r"only a tokenizer.json can .* is another kind"),
-    "no file": (["data.tokenizer=EMPTY", 'data.add_tokens=["x"]'], r"only a tokenizer.json can .* does not exist"),
-    "other tokens": (["data.tokenizer=BASE", PLAIN, "data=DATA"], r"the dataset has the new tokens \[<\|call\|>\]"),
-    "too small": (["data.tokenizer=BASE", *NEW, "data=DATA", "model.vocab_size=292"], r"has 293 tokens"),
-}
-
-
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Paths by their names in ``BAD``."""
+    """Paths by their names in tests/golden/finetuning/new_tokens.txt."""
     folder = tmp_path_factory.mktemp("bad")
     (folder / "empty").mkdir()
     write_tokenizer(folder / "base", template=True)
@@ -217,20 +186,20 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     made += ["--output-prefix", folder / "chat", "--workers", 1, "--add-special-tokens", TOKENS[2]]
     assert sft.main([*map(str, made)]) == 0
     spm = train_sentencepiece(folder / "spm")
-    data = f"data=chat data.prefixes=[{folder / 'chat_sft'}] data.seq_length=32"
-    return {"BASE": str(folder / "base"), "EMPTY": str(folder / "empty"), "SPM": str(spm), "DATA": data}
+    paths = {"BASE": folder / "base", "EMPTY": folder / "empty", "SPM": spm, "DATA": folder / "chat_sft"}
+    return {name: str(path) for name, path in paths.items()}
 
 
-@pytest.mark.parametrize(("settings", "message"), rows(BAD.items(), BAD))
-def test_bad_tokens(settings: list[str], message: str, places: dict[str, str]) -> None:
-    overrides = ["data=mock"]
-    for setting in settings:
-        name, _, value = setting.partition("=")
-        overrides += [f"{name}={places.get(value, value)}"] if value != "DATA" else places["DATA"].split()
-    with raises_with_message(ConfigError, message):
-        config = load_config(overrides, CONF)
-        if problems := check_data(config):
-            raise ConfigError(problems)
+def test_bad_tokens(places: dict[str, str]) -> None:
+    page = ""
+    for line in GoldenFiles.commands("finetuning/new_tokens.txt"):
+        settings = [places.get(word, word) for word in re.split(r"(BASE|EMPTY|SPM|DATA)", line)]
+        with pytest.raises(ConfigError) as raised:
+            config = load_config(["data=mock", *shlex.split("".join(settings))], CONF)
+            raise ConfigError(check_data(config))
+        assert raised.value.problems
+        page += f"$ {line}\n{unwrap(str(raised.value))}\n"
+    GoldenFiles.check("finetuning/new_tokens.txt", page, {path: name for name, path in places.items()})
 
 
 def test_preparation_rejects_bad_tokens(places: dict[str, str]) -> None:

@@ -16,7 +16,6 @@ from tests.finetuning.runner import (
     BIASES,
     LAYER_1,
     LORA,
-    MICRO_1,
     PATTERNS,
     RANK,
     TOLERANCE,
@@ -26,27 +25,20 @@ from tests.finetuning.runner import (
     make_plan,
     tune,
 )
+from tests.model.llamas import loss_of_batch
 from tests.oracle import distance
 from tests.ranks import run_ranks
-from tests.rows import read_layouts, rows
+from tests.rows import each_layout, read_layouts, rows
 
-LAYOUTS = {
-    "one process": (1, []),
-    "tp2": (2, ["trainer.tp=2", "trainer.sp=false"]),
-    "tp2+sp": (2, ["trainer.tp=2"]),
-    "pp2": (2, ["trainer.pp=2"]),
-    "zero 1": (2, ["trainer.zero=1", MICRO_1]),
-    "zero 2": (2, ["trainer.zero=2", MICRO_1]),
-    "zero 3": (2, ["trainer.zero=3", MICRO_1]),
-}
+LAYOUTS, QUICK = read_layouts(__file__, "full")
 
 
-@pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), {"tp2+sp"}))
+@pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), QUICK))
 def test_full_fine_tuning(ranks: int, layout: list[str], world: World, theirs_full: Tuned, tmp_path: Path) -> None:
     assert_near(tune(ranks, tmp_path, *world.full, *layout), theirs_full)
 
 
-@pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), {"tp2+sp", "zero 2"}))
+@pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), {*QUICK, "zero 2"}))
 def test_lora(ranks: int, layout: list[str], world: World, theirs_lora: Tuned, tmp_path: Path) -> None:
     ours = tune(ranks, tmp_path, *world.lora, *layout)
     assert_near(ours, theirs_lora)
@@ -68,18 +60,12 @@ def noisy(rank: int, plan: Plan, base: Path) -> Tuned:
             lambda module, args, output: noise(output.transpose(0, 1), keys).transpose(0, 1)
         )
         with hook:
-            return runner.loss_of_batch(model, plan, step)
+            return loss_of_batch(model, plan, step)
 
     return runner.train_theirs(model, plan, runner.STEPS, loss_of)
 
 
-NOISY = {
-    "tp2·pp2+sp": (4, ["trainer.tp=2", "trainer.pp=2"]),
-    "cp2, zero 3": (4, ["trainer.cp=2", "trainer.zero=3", MICRO_1]),
-}
-
-
-@pytest.mark.parametrize(("ranks", "layout"), rows(NOISY.items(), {"tp2·pp2+sp"}))
+@each_layout(__file__, "noise")
 def test_neftune(ranks: int, layout: list[str], world: World, tmp_path: Path) -> None:
     changes = [*world.full, "finetune.neftune_noise_alpha=5"]
     theirs = run_ranks(noisy, 1, make_plan(1, tmp_path, *changes), world.base)[0]
@@ -97,10 +83,7 @@ def test_noise_of_neftune_is_uniform() -> None:
     assert noise.mean(dim=(0, 2)).abs().max() < 0.01 and (noise[:, 0] * noise[:, 1]).mean().abs() < 0.01
 
 
-HARDER, QUICK = read_layouts(__file__, "harder")
-
-
-@pytest.mark.parametrize(("ranks", "settings"), rows(HARDER.items(), QUICK))
+@each_layout(__file__, "harder", "ranks, settings")
 def test_lora_in_harder_layouts(ranks: int, settings: list[str], world: World, tmp_path: Path) -> None:
     alone = [setting for setting in settings if "model." in setting or "batch" in setting]
     start = LORA if any("model." in setting for setting in settings) else world.lora
@@ -112,7 +95,6 @@ def test_lora_in_harder_layouts(ranks: int, settings: list[str], world: World, t
     assert all(torch.equal(ours.frozen[name], tensor) for name, tensor in one.frozen.items())
 
 
-TP2 = ["trainer.tp=2"]
 # Embedding, head and every norm train too.
 MODULES = (
     *RANK,
@@ -154,14 +136,11 @@ def test_other_adapters(name: str, world: World, tmp_path: Path) -> None:
         assert {"model.layers.1.input_layernorm.weight", "lm_head.weight"} <= theirs.trained.keys()
 
 
-STARTS = {"tp2·dp2, zero 3": [*TP2, "trainer.zero=3", MICRO_1], "tp4, shared kv heads": ["trainer.tp=4"]}
-
-
-@pytest.mark.parametrize("layout", rows(((name, [layout]) for name, layout in STARTS.items()), {"tp2·dp2, zero 3"}))
-def test_dora_starts_at_the_norms_of_the_base(layout: list[str], world: World, tmp_path: Path) -> None:
+@each_layout(__file__, "dora")
+def test_dora_starts_at_the_norms_of_the_base(ranks: int, layout: list[str], world: World, tmp_path: Path) -> None:
     # A rate that does not change fp32: the weights after the first step are the initial ones.
     fresh = [*world.fresh, "optim.lr=1e-12", *layout]
-    started = tune(4, tmp_path / "run", *fresh, "finetune.use_dora=true", steps=1)
+    started = tune(ranks, tmp_path / "run", *fresh, "finetune.use_dora=true", steps=1)
     base = load_file(world.base / "model.safetensors")
     magnitudes = {name: tensor for name, tensor in started.trained.items() if name.endswith("magnitude_vector")}
     assert len(magnitudes) == 14
@@ -176,22 +155,13 @@ def test_dora_starts_at_the_norms_of_the_base(layout: list[str], world: World, t
 FLOAT8_SHARE = 0.3
 LEAST_ERROR = 0.02
 """Float8 rounds, so its error is not smaller."""
-FLOAT8_LAYOUTS = {
-    **{name: LAYOUTS[name] for name in ("tp2", "tp2+sp", "zero 3", "pp2")},
-    "tp2·dp2+sp, zero 3, full recompute": (4, [*TP2, "trainer.zero=3", "trainer.recompute=full", MICRO_1]),
-}
-FLOAT8 = {
-    f"{recipe}, {name}": (f"trainer.float8={recipe}", *row)
-    for recipe in ("tensorwise", "rowwise")
-    for name, row in FLOAT8_LAYOUTS.items()
-}
 
 
-@pytest.mark.parametrize(("recipe", "ranks", "layout"), rows(FLOAT8.items(), {"rowwise, zero 3"}))
-def test_float8_is_near_one_process(recipe: str, ranks: int, layout: list[str], world: World, tmp_path: Path) -> None:
+@each_layout(__file__, "float8")
+def test_float8_is_near_one_process(ranks: int, layout: list[str], world: World, tmp_path: Path) -> None:
     """Distances are shares of the error of float8 itself: the distance of one process from fp32."""
-    alone = [setting for setting in layout if "batch" in setting]
-    ours = tune(ranks, tmp_path / "ours", *world.lora, recipe, *layout, steps=1).first_grads
+    recipe, alone = layout[0], [setting for setting in layout if "batch" in setting]
+    ours = tune(ranks, tmp_path / "ours", *world.lora, *layout, steps=1).first_grads
     one = tune(1, tmp_path / "one", *world.lora, recipe, *alone, steps=1).first_grads
     exact = tune(1, tmp_path / "exact", *world.lora, *alone, steps=1).first_grads
     error = max(distance(one[name], grad) for name, grad in exact.items())

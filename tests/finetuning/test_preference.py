@@ -22,7 +22,7 @@ from tests.data.files import write_indexed
 from tests.finetuning.runner import LORA, MICRO_1, TOLERANCE, Tuned, World, make_plan, their_base, train_theirs, tune
 from tests.oracle import distance
 from tests.ranks import RankFailed, run_ranks
-from tests.rows import read_layouts, rows
+from tests.rows import each_layout
 
 LENGTH, STEPS = 64, 4
 Pair = tuple[tuple[list[int], list[int]], tuple[list[int], list[int]]]
@@ -162,11 +162,10 @@ def assert_near(ours: Tuned, other: Tuned) -> None:
     assert max(distance(tensor, other.trained[name]) for name, tensor in ours.trained.items()) <= TOLERANCE
 
 
-KTO, ULYSSES = "finetune.objective=kto", "trainer.cp_comm=ulysses"
-LAYOUTS, QUICK = read_layouts(__file__, "preference")
+KTO = "finetune.objective=kto"
 
 
-@pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), QUICK))
+@each_layout(__file__, "preference")
 def test_dpo(ranks: int, layout: list[str], world: World, tmp_path: Path) -> None:
     changes = settings(tmp_path / "data", world, *layout)
     plan = make_plan(1, tmp_path, *(one for one in changes if not one.startswith("trainer.") or one == MICRO_1))
@@ -176,19 +175,12 @@ def test_dpo(ranks: int, layout: list[str], world: World, tmp_path: Path) -> Non
     assert_near(ours, other)
 
 
-EXACT_LAYOUTS = {
-    "kto": [KTO, f"data.seq_length={LENGTH}", "trainer.tp=2", "trainer.zero=3", MICRO_1],
-    "kto, packed": [KTO, "data.pack=true", "data.seq_length=1024", "trainer.pp=2", "trainer.cp=2", ULYSSES],
-    "packed": ["data.pack=true", "data.seq_length=1024", "trainer.tp=2", "trainer.cp=2", ULYSSES],
-}
-
-
-@pytest.mark.parametrize("layout", rows([(name, [layout]) for name, layout in EXACT_LAYOUTS.items()], {"kto"}))
-def test_exact_mode(layout: list[str], world: World, tmp_path: Path) -> None:
+@each_layout(__file__, "preference in exact mode")
+def test_exact_mode(ranks: int, layout: list[str], world: World, tmp_path: Path) -> None:
     changes = settings(tmp_path / "data", world, "trainer.exact=true", *layout)
     one = [change for change in changes if not change.startswith("trainer.") or change == "trainer.exact=true"]
     expected = tune(1, tmp_path / "one", *one, steps=2)
-    other = tune(4, tmp_path / "other", *changes, steps=2)
+    other = tune(ranks, tmp_path / "other", *changes, steps=2)
     assert (other.losses, other.metrics) == (expected.losses, expected.metrics)
     assert all(torch.equal(tensor, expected.trained[name]) for name, tensor in other.trained.items())
 

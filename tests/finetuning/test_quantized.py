@@ -7,29 +7,25 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_llama.model import quantized as quantized_module
 from megatron_llama.model.quantized import dequantize, quantize
 from megatron_llama.optim.gradient_norm import parameter_norm
+from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.compare_copies import Copies
 from megatron_llama.plan import Plan
 from megatron_llama.plan.memory import rank_memory
 from tests.finetuning import runner
 from tests.finetuning.runner import LORA, Tuned, assert_near, make_plan, tune
-from tests.oracle import CPU, rank_data, rank_groups, rank_model
+from tests.oracle import CPU, on_ranks, rank_data
 from tests.ranks import run_ranks
-from tests.rows import rows
+from tests.rows import each_layout
 
 WIDE = ("model.hidden_size=128", "model.intermediate_size=128")  # tp2 leaves rows of one block
 STEPS = 2
-LAYOUTS = {
-    "tp2·pp2": (4, ["trainer.tp=2", "trainer.sp=false", "trainer.pp=2"]),
-    "tp2+sp·zero 3, recompute": (4, ["trainer.tp=2", "trainer.zero=3", "trainer.recompute=full"]),
-    "zero 2": (2, ["trainer.zero=2"]),
-    "cp2": (2, ["trainer.cp=2"]),
-}
 
 
 @dataclass
@@ -103,11 +99,11 @@ def test_one_process_has_all_bits_of_lora_on_the_unpacked_model(
     assert saved < sum(path.stat().st_size for path in quantized.base.iterdir()), "the base is in the checkpoint"
 
 
-@pytest.mark.parametrize(("kind", "name"), [*(("nf4", name) for name in LAYOUTS), ("int8", "tp2+sp·zero 3, recompute")])
+@each_layout(__file__, "quantized", "ranks, settings")
 def test_every_layout_has_the_same_values_and_trains_alike(
-    kind: str, name: str, quantized: Quantized, oracles: dict[str, Tuned], tmp_path: Path
+    ranks: int, settings: list[str], quantized: Quantized, oracles: dict[str, Tuned], tmp_path: Path
 ) -> None:
-    ranks, layout = LAYOUTS[name]
+    kind, *layout = settings
     ours = tune(ranks, tmp_path, *quantized.lora(kind), *layout, steps=STEPS)
     assert_near(ours, oracles[kind])
     unpacked = load_file(quantized.unpacked[kind] / "model.safetensors")
@@ -115,20 +111,10 @@ def test_every_layout_has_the_same_values_and_trains_alike(
     assert all(torch.equal(tensor, unpacked[name]) for name, tensor in ours.frozen.items())  # all bits
 
 
-DORA = {
-    "one process": ("nf4", 1, []),
-    "tp2+sp": ("int8", 2, ["trainer.tp=2"]),
-    "tp2·dp2+sp, zero 3, recompute": ("nf4", 4, ["trainer.tp=2", "trainer.zero=3", "trainer.recompute=full"]),
-    "pp2, selective recompute": ("nf4", 2, ["trainer.pp=2", "trainer.recompute=selective"]),
-}
-
-
-@pytest.mark.parametrize(("kind", "ranks", "layout"), rows(DORA.items(), {"tp2+sp"}))
-def test_dora_on_a_quantized_base(
-    kind: str, ranks: int, layout: list[str], quantized: Quantized, tmp_path: Path
-) -> None:
+@each_layout(__file__, "quantized dora", "ranks, settings")
+def test_dora_on_a_quantized_base(ranks: int, settings: list[str], quantized: Quantized, tmp_path: Path) -> None:
     """DoRA's norms are of the dequantized rows, as in PEFT."""
-    dora = "finetune.use_dora=true"
+    (kind, *layout), dora = settings, "finetune.use_dora=true"
     ours = tune(ranks, tmp_path / "ours", *quantized.lora(kind), dora, *layout, steps=STEPS)
     oracle = tune(1, tmp_path / "oracle", *quantized.plain(kind), dora, steps=STEPS)
     assert ours.dtypes[1] == {torch.uint8, torch.float32}
@@ -178,37 +164,35 @@ def test_memory_is_that_of_the_plan(kind: str, zero: int, quantized: Quantized, 
     layout = ["trainer.tp=2", f"trainer.zero={zero}", "trainer.micro_batch_size=1"]
     plan = make_plan(4, tmp_path, *LORA, *WIDE, *layout, f"finetune.frozen_dtype={kind}")
     memory = rank_memory(plan, plan.stages[0])
-    for held, gathered, matrices, packed, saved_dtypes in run_ranks(_memory, 4, plan):
+    for held, gathered, matrices, packed, saved_dtypes in on_ranks(_memory, plan):
         # With several micro batches, gathered weights are freed only after the gradients are reduced.
         assert memory.weights == held + (0 if zero == 3 else gathered)
         assert packed == matrices * {"int8": 1.0625, "nf4": 0.5625}[kind]
         assert saved_dtypes == {torch.uint8}, "a backward pass keeps an unpacked matrix"
 
 
-def _memory(rank: int, plan: Plan) -> tuple[int, int, int, int, set[torch.dtype]]:
+def _memory(plan: Plan, model: ParallelModel) -> tuple[int, int, int, int, set[torch.dtype]]:
     """Return bytes of this rank's weights, bytes of gathered weights, elements and bytes of its matrices, and the
     dtypes of matrix-sized tensors that a micro batch saves for its backward pass."""
-    with rank_groups(plan, rank):
-        model = rank_model(plan, rank)
-        weights = [("", shard, shard.local) for shard in model.shards]
-        Copies(plan.topology(rank), CPU).compare(weights, "step 0", with_states=False)
-        whole = torch.cat([s.values.flatten() for s in model.shards if s.is_primary_replica])
-        norm = parameter_norm(model.shards, CPU)
-        assert norm.isfinite() and norm > whole.norm() / 2
-        packed = [s for s in model.shards if s.quantized]
-        saved_dtypes: set[torch.dtype] = set()
+    weights = [("", shard, shard.local) for shard in model.shards]
+    Copies(plan.topology(dist.get_rank()), CPU).compare(weights, "step 0", with_states=False)
+    whole = torch.cat([s.values.flatten() for s in model.shards if s.is_primary_replica])
+    norm = parameter_norm(model.shards, CPU)
+    assert norm.isfinite() and norm > whole.norm() / 2
+    packed = [s for s in model.shards if s.quantized]
+    saved_dtypes: set[torch.dtype] = set()
 
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dim() == 2 and tensor.numel() >= 128 * 64 and not tensor.requires_grad:
-                saved_dtypes.add(tensor.dtype)
-            return tensor
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 2 and tensor.numel() >= 128 * 64 and not tensor.requires_grad:
+            saved_dtypes.add(tensor.dtype)
+        return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            model.forward_backward(rank_data(plan).train.at(0))
-        held = sum(s.local.nbytes for s in model.shards)
-        matrices, bytes_of_them = sum(s.values.numel() for s in packed), sum(s.local.nbytes for s in packed)
-        for module in model.chunks[0].modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
-        gathered = sum(parameter.nbytes for parameter in model.chunks[0].parameters())
-        return held, gathered, matrices, bytes_of_them, saved_dtypes
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.forward_backward(rank_data(plan).train.at(0))
+    held = sum(s.local.nbytes for s in model.shards)
+    matrices, bytes_of_them = sum(s.values.numel() for s in packed), sum(s.local.nbytes for s in packed)
+    for module in model.chunks[0].modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+    gathered = sum(parameter.nbytes for parameter in model.chunks[0].parameters())
+    return held, gathered, matrices, bytes_of_them, saved_dtypes

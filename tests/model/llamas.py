@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron_llama.arch.hf_tp_mapping import Rectangle
 from megatron_llama.config import ModelConfig
 from megatron_llama.config.rope import rope_to_hf
+from megatron_llama.optim.optimizer import build_schedule
 from megatron_llama.parallel import Shard
 from megatron_llama.plan import Plan
 from tests.compiled import SECONDS, prepare_rank
@@ -64,13 +65,55 @@ def theirs(plan: Plan, weights: Tensors, dtype: torch.dtype = torch.float32) -> 
     llama = llama.to(dtype)
     tokens, labels, mask = whole_batch(plan, 0)
     logits = llama(tokens[: plan.config.trainer.micro_batch_size]).logits
-    # transformers' loss over unmasked tokens; the label -100 masks a token.
-    marked = torch.where(mask > 0, labels, -100)
-    output = llama(tokens, labels=marked, shift_labels=marked, num_items_in_batch=mask.sum())
+    output = output_of_batch(llama, plan, 0)
     output.loss.backward()
     grads = {name: parameter.grad for name, parameter in llama.named_parameters() if parameter.grad is not None}
     right = ((output.logits.argmax(-1) == labels) * mask).sum() / mask.sum()
     return Answer(logits.detach(), output.loss.item(), right.item(), grads, weights)
+
+
+def output_of_batch(llama: Any, plan: Plan, step: int) -> Any:
+    """The output for a step's global batch, with transformers' loss over unmasked tokens."""
+    tokens, labels, mask = whole_batch(plan, step)
+    marked = torch.where(mask > 0, labels, -100)  # which masks a token
+    return llama(tokens, labels=marked, shift_labels=marked, num_items_in_batch=mask.sum())
+
+
+def loss_of_batch(llama: Any, plan: Plan, step: int) -> torch.Tensor:
+    return output_of_batch(llama, plan, step).loss  # type: ignore[no-any-return]
+
+
+LossOfStep = Callable[[Any, Plan, int], torch.Tensor]
+
+
+def train_plain(llama: Any, plan: Plan, steps: int, loss_of: LossOfStep = loss_of_batch) -> tuple[list[float], ...]:
+    """Train by torch's optimizer and clipping; return losses and gradient norms. Call it in a forked rank.
+
+    The groups are as in transformers' Trainer: weight decay for all weights except norms.
+    """
+    optim, losses, norms = plan.config.optim, list[float](), list[float]()
+    named = {name: parameter for name, parameter in llama.named_parameters() if parameter.requires_grad}
+    groups = [
+        {"params": [p for name, p in named.items() if ("norm" in name) == is_norm], "weight_decay": decay}
+        for is_norm, decay in ((False, optim.weight_decay), (True, 0.0))
+    ]
+    inner: torch.optim.Optimizer
+    if optim.name == "sgd":
+        inner = torch.optim.SGD(groups, lr=optim.peak_lr, momentum=optim.betas[0])
+    else:
+        kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[optim.name]
+        inner = kind(groups, lr=optim.peak_lr, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps)
+    schedule = build_schedule(plan, inner)
+    for step in range(steps):
+        loss = loss_of(llama, plan, step)
+        loss.backward()
+        losses.append(loss.item())
+        largest = float("inf") if optim.clip is None else optim.clip
+        norms.append(torch.nn.utils.clip_grad_norm_(named.values(), largest).item())
+        inner.step()
+        inner.zero_grad()
+        schedule.step()
+    return losses, norms
 
 
 def load(llama: LlamaForCausalLM, weights: Tensors) -> None:

@@ -1,6 +1,6 @@
 """Fused operators of uncompiled blocks: same numbers as the plain ones, few graphs.
 
-tests/cuda/test_work.py counts their launches on a device.
+tests/cuda/test_train.py counts their launches on a device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_llama.parallel import ParallelModel
 from tests.compiled import SECONDS, needs_compiler
 from tests.oracle import oracle, run_layout, worst
 from tests.ranks import run_ranks
-from tests.rows import read_layouts
+from tests.rows import each_layout
 
 PLAIN = FusedOperators(normalize, rotate, swiglu)
 LENGTHS = (48, 32, 100)
@@ -53,10 +53,7 @@ def replace_operators(model: ParallelModel) -> None:
             module.activation = operators.activation
 
 
-ROWS, _ = read_layouts(__file__)
-
-
-@pytest.mark.parametrize(("ranks", "overrides"), ROWS.values(), ids=ROWS)
+@each_layout(__file__, "fused operators", "ranks, overrides")
 def test_a_step_has_the_same_bits(ranks: int, overrides: list[str]) -> None:
     """The functions and their gradients are the plain ones, in all runs that replace or recompute operators."""
     replaced = run_layout(ranks, *overrides, tamper=replace_operators)

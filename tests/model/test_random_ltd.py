@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from megatron_llama.arch.attention_pattern import pattern_of
-from megatron_llama.data.batches import build_data
 from megatron_llama.devices.attention_inputs import AttentionInputs, Documents, dense_mask
 from megatron_llama.devices.kernels import Kernels
 from megatron_llama.model.random_ltd import Subset, build_subsets, draw_subsets
 from megatron_llama.model.rotary import at_positions, rotary_table
+from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from tests.layouts.table import DROPPING
-from tests.oracle import CPU, make_plan, rank_batches, rank_groups, rank_model
+from tests.oracle import CPU, make_plan, on_ranks_by_plan, rank_batches, rank_data, rank_groups, rank_model
 from tests.ranks import run_ranks
 
 S, B = 16, 2
@@ -126,22 +126,17 @@ def _layer_and_reference(rank: int, plans: list[Plan], with_documents: list[bool
 
 def test_validation_and_logits_see_all_tokens() -> None:
     plans = [make_plan(1, *overrides) for overrides in ([DROPPING], [])]
-    with_it, without = run_ranks(_validated, 1, plans)[0]
+    with_it, without = on_ranks_by_plan(_validated, plans)[0]
     assert with_it[0] == without[0] and torch.equal(with_it[1], without[1])
     assert with_it[2:] == (4, None), "subsets in training, and none in the batches of the validation"
 
 
-def _validated(rank: int, plans: list[Plan]) -> list[tuple[float, torch.Tensor, int | None, int | None]]:
-    results = []
-    with rank_groups(plans[0], rank):
-        for plan in plans:
-            model, batches = rank_model(plan, rank), rank_batches(plan).at(0)  # training batches
-            loss = model.forward_backward(batches, train=False).item()
-            logits = model.logits(batches[0].tokens)
-            assert logits is not None
-            plan.config.trainer.val_every_steps = 1
-            data = build_data(plan, plan.topology(rank), CPU)
-            subsets = [part.at(0)[0].subsets for part in (data.train, data.validation[""])]
-            train, validation = (each.length if each else None for each in subsets)
-            results.append((loss, logits, train, validation))
-    return results
+def _validated(plan: Plan, model: ParallelModel) -> tuple[float, torch.Tensor, int | None, int | None]:
+    batches = rank_batches(plan).at(0)  # training batches
+    loss, logits = model.forward_backward(batches, train=False).item(), model.logits(batches[0].tokens)
+    assert logits is not None
+    plan.config.trainer.val_every_steps = 1
+    data = rank_data(plan)
+    subsets = [part.at(0)[0].subsets for part in (data.train, data.validation[""])]
+    train, validation = (each.length if each else None for each in subsets)
+    return loss, logits, train, validation

@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 from megatron_llama.model import mlp_chunks, offload, recompute
 from megatron_llama.model.offload import Offload
 from megatron_llama.model.recompute import _policy, recomputable, wrap_block
+from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
-from tests.oracle import make_plan, rank_groups, rank_model
+from tests.oracle import make_plan, on_ranks_by_plan, rank_groups, rank_model
 from tests.ranks import run_ranks
 
 S, B, H, F_, HEADS, KV, D = 16, 2, 32, 64, 4, 2, 8
@@ -340,9 +341,6 @@ def test_shared_inputs_stay_and_layer_inputs_move(host_copies: list[weakref.ref[
     of_layer.backward()
 
 
-BATCH, LENGTH, HIDDEN, INTERMEDIATE = 2, 16, 32, 64
-
-
 class _Matmuls(TorchDispatchMode):
     """Recorder of the tokens in each product with gate_up_proj."""
 
@@ -352,7 +350,7 @@ class _Matmuls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.mm.default and out.shape[-1] == 2 * INTERMEDIATE and out.shape[0] != HIDDEN:
+        if func is torch.ops.aten.mm.default and out.shape[-1] == 2 * F_ and out.shape[0] != H:
             self.rows.append(out.shape[0])
         return out
 
@@ -361,20 +359,14 @@ def test_each_chunk_runs_twice() -> None:
     """In the forward and in the backward pass, also in blocks that are recomputed."""
     kinds = ("none", "elementwise", "full")
     plans = [make_plan(1, f"trainer.recompute={kind}", "trainer.mlp_chunks=4") for kind in kinds]
-    assert run_ranks(_rows_of_matmuls, 1, plans)[0] == [[BATCH * LENGTH // 4] * 8] * 3
+    assert on_ranks_by_plan(_rows_of_matmuls, plans)[0] == [[B * S // 4] * 8] * 3
 
 
-def _rows_of_matmuls(rank: int, plans: list[Plan]) -> list[list[int]]:
-    results = []
-    with rank_groups(plans[0], rank):
-        for plan in plans:
-            chunk = rank_model(plan, rank).chunks[0]
-            inputs = chunk.build_inputs(torch.zeros(BATCH, LENGTH, dtype=torch.int64))
-            x = torch.randn(LENGTH, BATCH, HIDDEN, requires_grad=True)
-            with _Matmuls() as matmuls:
-                chunk.layers["1"](x, *inputs.of(1)).sum().backward()
-            results.append(matmuls.rows)
-    return results
+def _rows_of_matmuls(plan: Plan, model: ParallelModel) -> list[int]:
+    inputs = model.chunks[0].build_inputs(torch.zeros(B, S, dtype=torch.int64))
+    with _Matmuls() as matmuls:
+        model.chunks[0].layers["1"](torch.randn(S, B, H, requires_grad=True), *inputs.of(1)).sum().backward()
+    return matmuls.rows
 
 
 def test_gradients_of_bf16_are_summed_in_fp32() -> None:

@@ -7,68 +7,23 @@ import torch
 
 from megatron_llama.plan import Plan
 from tests.compiled import skip_without_compiler
-from tests.layouts.table import ASYNC_TP, BIASES, COMPILED, OLMO2, ONE_MICRO_BATCH, QWEN2, QWEN3, TIED, WIDE, WINDOW
+from tests.layouts.table import ONE_MICRO_BATCH
 from tests.model.llamas import Answer, ours, theirs
 from tests.oracle import Tensors, distance, make_plan
 from tests.ranks import run_ranks
-from tests.rows import rows
+from tests.rows import each_layout, read_layouts
 
 # Imported before any rank is forked: it takes seconds.
 transformers = pytest.importorskip("transformers", reason="transformers, the oracle, is a development dependency")
 
 TOLERANCE = 1e-5  # fp32; sums in another order
 
-# Wavelengths of head_dim 8 are 6, 63, 628 and 6283: one is kept, one lies between, two are stretched.
-LLAMA3_ROPE = (
-    "model.rope_scaling.rope_type=llama3",
-    "model.rope_scaling.factor=8",
-    "model.rope_scaling.low_freq_factor=1",
-    "model.rope_scaling.high_freq_factor=4",
-    "model.rope_scaling.original_max_position_embeddings=128",
-)
-YARN_ROPE = ("model.rope_scaling={rope_type: yarn, factor: 4, original_max_position_embeddings: 64}",)
-LONGROPE = (
-    "model.rope_scaling={rope_type: longrope, factor: 4, original_max_position_embeddings: 8, "
-    "short_factor: [1, 1, 1, 1], long_factor: [1, 2, 3, 4]}",
-)
-DYNAMIC_ROPE = ("model.max_position_embeddings=8", "model.rope_scaling={rope_type: dynamic, factor: 8}")
-MODELS = {
-    "grouped queries": (),
-    "one kv head": ("model.num_key_value_heads=1",),
-    "multi-head": ("model.num_key_value_heads=4",),
-    "tied": ("model.tie_word_embeddings=true",),
-    "llama3 rope": LLAMA3_ROPE,
-    "yarn rope": YARN_ROPE,
-    "longrope": LONGROPE,
-    "dynamic rope": DYNAMIC_ROPE,
-    "wide heads": ("model.head_dim=32",),
-    "other eps and theta": ("model.rms_norm_eps=0.1", "model.rope_theta=100"),
-    "sliding window": ("model.sliding_window=5",),
-    "sliding window, wide heads": ("model.sliding_window=5", "model.head_dim=32"),
-    "qwen2": (QWEN2,),
-    "qwen2, one kv head, tied, window": (QWEN2, "model.num_key_value_heads=1", TIED, WINDOW),
-    "qwen3": (QWEN3,),
-    "qwen3, wide heads, window": (QWEN3, "model.head_dim=32", WINDOW),
-    "qwen3, biases": (QWEN3, BIASES[0]),
-    "olmo2": (OLMO2,),
-    "olmo2, one kv head, tied, wide heads": (OLMO2, "model.num_key_value_heads=1", TIED, "model.head_dim=32"),
-    # Larger weights: next to the biases of ``roughen_norms``, gradients would be rounding errors.
-    "olmo2, biases": (OLMO2, BIASES[0], "model.initializer_range=0.5"),
-    "biases": (*BIASES, "model.initializer_range=0.2"),
-    "odd vocabulary, tied, llama3 rope": ("model.vocab_size=61", "model.tie_word_embeddings=true", *LLAMA3_ROPE),
-}
-LAYOUTS = {
-    "one process": (1, ()),
-    "tp2·pp2": (4, ("trainer.tp=2", "trainer.pp=2")),
-    "one process, compiled": (1, tuple(COMPILED)),
-    "tp2+sp, async_tp": (2, tuple(ASYNC_TP)),
-    "tp4, kv heads < tp": (4, ("trainer.tp=4", "trainer.sp=false")),
-}
+MODELS = {name: model for name, (_, model) in read_layouts(__file__, "models")[0].items()}
 
 
-@pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), {"one process"}))
+@each_layout(__file__, "transformers")
 @pytest.mark.usefixtures("compiled_here")
-def test_equals_transformers(ranks: int, layout: tuple[str, ...]) -> None:
+def test_equals_transformers(ranks: int, layout: list[str]) -> None:
     skip_without_compiler(layout)
     plans = [make_plan(ranks, *layout, *model) for model in MODELS.values()]
     answers = ours(ranks, plans)
@@ -90,22 +45,11 @@ def test_models_differ_where_they_should() -> None:
         assert distance(other.logits, plain.logits) > 1e-2
 
 
-# Paths that bf16 alone takes: one micro batch's gradients stay in 16 bits until the update, and compiled blocks have a
-# kernel for attention that sums in 32. name, ranks, layout, model.
-BF16 = [
-    ("one process", (1, (), ())),
-    ("one micro batch", (1, (ONE_MICRO_BATCH,), ("model.num_key_value_heads=1",))),
-    ("tp2·pp2, tied, one micro batch", (4, ("trainer.tp=2", "trainer.pp=2", ONE_MICRO_BATCH), (TIED,))),
-    ("compiled, one micro batch", (1, (*COMPILED, ONE_MICRO_BATCH), tuple(WIDE))),
-    ("tp2+sp, compiled, window", (2, ("trainer.tp=2", *COMPILED), (*WIDE, WINDOW))),
-]
-
-
-@pytest.mark.parametrize(("ranks", "layout", "model"), rows(BF16, {name for name, _ in BF16[:3]}))
+@each_layout(__file__, "transformers in bf16", "ranks, settings")
 @pytest.mark.usefixtures("compiled_here")
-def test_bf16_is_as_close_to_fp32_as_transformers(ranks: int, layout: tuple[str, ...], model: tuple[str, ...]) -> None:
-    skip_without_compiler(layout)
-    our_errors, their_errors = _errors_of_bf16(ranks, layout, model)
+def test_bf16_is_as_close_to_fp32_as_transformers(ranks: int, settings: list[str]) -> None:
+    skip_without_compiler(settings)
+    our_errors, their_errors = _errors_of_bf16(ranks, settings)
     assert not _beyond(our_errors, their_errors)
     assert our_errors["logits"] > 1e-3  # bf16 really is at work
 
@@ -123,13 +67,11 @@ def _beyond(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, tuple
     return {kind: (error, limits[kind]) for kind, error in ours.items() if error > limits[kind]}
 
 
-def _errors_of_bf16(
-    ranks: int, layout: tuple[str, ...], model: tuple[str, ...]
-) -> tuple[dict[str, float], dict[str, float]]:
+def _errors_of_bf16(ranks: int, settings: list[str]) -> tuple[dict[str, float], dict[str, float]]:
     """Return the differences of bf16 from fp32: our layout from our one process, and transformers from itself."""
-    plan = make_plan(1, *model, *(setting for setting in layout if setting == ONE_MICRO_BATCH))
-    half = make_plan(ranks, *layout, *model, "trainer.precision=bf16")
-    assert half.storage.keeps_bf16_grads == (ONE_MICRO_BATCH in layout)
+    alone = [one for one in settings if not one.startswith("trainer.") or one == ONE_MICRO_BATCH]
+    plan, half = make_plan(1, *alone), make_plan(ranks, *settings, "trainer.precision=bf16")
+    assert half.storage.keeps_bf16_grads == (ONE_MICRO_BATCH in settings)
     exact, rounded = ours(1, [plan])[0], ours(ranks, [half])[0]
     their_exact, their_rounded = run_ranks(_exact_and_rounded, 1, plan, exact.weights)[0]
     return _differences(rounded, exact), _differences(their_rounded, their_exact)
