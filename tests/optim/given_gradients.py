@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,8 +16,7 @@ from megatron_llama.devices.kernels import EAGER, Kernels
 from megatron_llama.optim import Optimizer, build_optimizer
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
-from tests.oracle import Tensors, assemble, make_plan, rank_groups, rank_model
-from tests.ranks import run_ranks
+from tests.oracle import Tensors, assemble, make_plan, on_ranks_by_plan
 
 STEPS = 3
 NORM = 4.0
@@ -69,42 +68,28 @@ def give_gradients(model: ParallelModel, step: int) -> None:
             shard.grad[part.local_slices] = gradient(step, part.name, part.global_shape)[where].to(shard.grad.dtype)
 
 
-def updated(
-    ranks: int, plans: list[Plan], *, skip: bool = False, before: Callable[[int, ParallelModel], None] | None = None
-) -> list[Updated]:
-    """Update the models of plans that share a layout, one after another. ``before`` runs on each rank with each model.
-
-    Checks that copies are bit-identical.
-    """
-    answers = run_ranks(_update, ranks, plans, skip, before)
+def updated(plans: list[Plan], *, skip: bool = False) -> list[Updated]:
+    """Update the models of plans that share a layout, one after another. Checks that copies are bit-identical."""
+    answers = on_ranks_by_plan(_update, plans, skip)
     return [Updated(*(assemble([answer[i][j] for answer in answers])[0] for j in (0, 1))) for i in range(len(plans))]
 
 
 @cache
 def updated_alone(*settings: str) -> Updated:
     """Return the updates of one process."""
-    return updated(1, [make_plan(1, *settings)])[0]
+    return updated([make_plan(1, *settings)])[0]
 
 
-def _update(
-    rank: int, plans: list[Plan], skip: bool, before: Callable[[int, ParallelModel], None] | None
-) -> list[tuple[list, list]]:
-    results = []
-    with rank_groups(plans[0], rank):
-        for plan in plans:
-            model = rank_model(plan, rank)
-            optimizer = build_optimizer(plan, model)
-            if before is not None:
-                before(rank, model)
-            initial = _tensors(optimizer)
-            for step in range(STEPS):
-                give_gradients(model, step)
-                if skip:
-                    optimizer.update(torch.tensor(NORM), torch.tensor(True))
-                else:
-                    optimizer.step(torch.tensor(NORM))
-            results.append((initial, _tensors(optimizer)))
-    return results
+def _update(plan: Plan, model: ParallelModel, skip: bool) -> tuple[list, list]:
+    optimizer = build_optimizer(plan, model)
+    initial = _tensors(optimizer)
+    for step in range(STEPS):
+        give_gradients(model, step)
+        if skip:
+            optimizer.update(torch.tensor(NORM), torch.tensor(True))
+        else:
+            optimizer.step(torch.tensor(NORM))
+    return initial, _tensors(optimizer)
 
 
 def _tensors(optimizer: Optimizer) -> list[tuple]:

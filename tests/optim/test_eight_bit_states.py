@@ -19,13 +19,13 @@ from megatron_llama.optim import build_optimizer
 from megatron_llama.optim.adam import adam_update, adamw_update
 from megatron_llama.optim.eight_bit_states import BlockwiseState, levels_on
 from megatron_llama.optim.low_precision import ElementwiseOptimizer
-from megatron_llama.parallel import Shard
+from megatron_llama.parallel import ParallelModel, Shard
 from megatron_llama.plan import Plan
 from megatron_llama.plan.memory import rank_memory
 from tests.checkpoint.runner import assert_same, run
 from tests.compiled import needs_compiler, prepare_rank
 from tests.optim.given_gradients import elementwise_inputs
-from tests.oracle import CPU, make_plan, rank_groups, rank_model
+from tests.oracle import CPU, make_plan, on_ranks_by_plan, rank_groups, rank_model
 from tests.ranks import run_ranks
 
 EAGER, COMPILED = (get_device("cpu").kernels(compiled) for compiled in (False, True))
@@ -43,6 +43,13 @@ def random(rows: int, columns: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(rows, columns, generator=generator) * 10.0**exponents
 
 
+def moments(signed: bool) -> torch.Tensor:
+    """Values of a first or a second moment, with a row of zeros."""
+    values = random(300, 256) if signed else random(300, 256).square()
+    values[7] = 0
+    return values
+
+
 def near_boundaries(signed: bool) -> Iterator[torch.Tensor]:
     """Blocks whose scale is 1, with a value at a boundary of two levels, or next to it."""
     near = LEVELS[signed].boundaries[:-1]
@@ -55,20 +62,13 @@ def near_boundaries(signed: bool) -> Iterator[torch.Tensor]:
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_and_scales_are_torchaos(signed: bool) -> None:
     torchao = pytest.importorskip("torchao.optim.subclass_8bit", reason="torchao is an extra")
-    values = random(300, 256) if signed else random(300, 256).square()
-    values[7] = 0
-    theirs = torchao.OptimState8bit.zeros(values.shape, signed, STATE_BLOCK)
-    theirs.copy_(values)
-    ours = BlockwiseState(values, LEVELS[signed])
-    ours[:] = values
-    assert torch.equal(ours.codes, theirs.codes) and torch.equal(ours.scales.flatten(), theirs.scale)
-    assert torch.equal(ours[:], theirs.dequantize())
-    for rows in near_boundaries(signed):
-        theirs = torchao.OptimState8bit.zeros(rows.shape, signed, STATE_BLOCK)
-        theirs.copy_(rows)
-        ours = BlockwiseState(rows, LEVELS[signed])
-        ours[:] = rows
-        assert torch.equal(ours.codes, theirs.codes)
+    for values in (moments(signed), *near_boundaries(signed)):
+        theirs = torchao.OptimState8bit.zeros(values.shape, signed, STATE_BLOCK)
+        theirs.copy_(values)
+        ours = BlockwiseState(values, LEVELS[signed])
+        ours[:] = values
+        assert torch.equal(ours.codes, theirs.codes) and torch.equal(ours.scales.flatten(), theirs.scale)
+        assert torch.equal(ours[:], theirs.dequantize())
 
 
 def test_every_level_is_kept_and_what_is_not_finite_stays_so() -> None:
@@ -98,8 +98,7 @@ def test_rows_that_are_left_out_keep_their_bits() -> None:
 @needs_compiler
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_kernel_has_the_same_bits(signed: bool) -> None:
-    values = random(300, 256) if signed else random(300, 256).square()
-    values[7] = 0
+    values = moments(signed)
     values[8, 40], values[9, 40], values[10, 255] = torch.nan, torch.inf, -torch.inf if signed else torch.inf
     plain, kernel = (BlockwiseState(values, LEVELS[signed], kernels) for kernels in (EAGER, COMPILED))
     assert COMPILED._uses_cpp(kernel.codes) and not EAGER._uses_cpp(plain.codes)
@@ -174,15 +173,13 @@ def test_updates_are_torchaos(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_bytes_are_the_plans(ranks: int, layout: list[str]) -> None:
     settings = ([], ["optim.name=sgd"], ["trainer.precision=bf16_sr"])
     plans = [make_plan(ranks, *EIGHT, *layout, *more) for more in settings]
-    for rank, sizes in enumerate(run_ranks(_bytes, ranks, plans)):
+    for rank, sizes in enumerate(on_ranks_by_plan(_bytes, plans)):
         stage = plans[0].topology(rank).place["pp"]
         assert sizes == [rank_memory(plan, plan.stages[stage]).optimizer for plan in plans]
 
 
-def _bytes(rank: int, plans: list[Plan]) -> list[int]:
-    with rank_groups(plans[0], rank):
-        optimizers = [build_optimizer(plan, rank_model(plan, rank)) for plan in plans]
-        return [sum(map(_state_bytes, optimizer.states())) for optimizer in optimizers]
+def _bytes(plan: Plan, model: ParallelModel) -> int:
+    return sum(map(_state_bytes, build_optimizer(plan, model).states()))
 
 
 def _state_bytes(entry: tuple[str, Shard, torch.Tensor | BlockwiseState]) -> int:

@@ -14,9 +14,8 @@ from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.memory import optimizer_bytes
 from megatron_llama.plan.muon_division import MatrixWork, newton_schulz_flops
 from tests.optim.given_gradients import NORM, STEPS, give_gradients, gradient, updated, updated_alone
-from tests.oracle import Tensors, distance, make_plan, on_ranks, rank_groups, rank_model
+from tests.oracle import Tensors, distance, make_plan, on_ranks, on_ranks_by_plan
 from tests.paths import CONF
-from tests.ranks import run_ranks
 
 MUON = "optim.name=muon"
 
@@ -93,7 +92,7 @@ def test_update_is_torch_muons(adjust: str) -> None:
 
 
 def test_a_skipped_step_changes_nothing() -> None:
-    ((initial, final),) = updated(2, [make_plan(2, MUON, "trainer.tp=2")], skip=True)
+    ((initial, final),) = updated([make_plan(2, MUON, "trainer.tp=2")], skip=True)
     assert initial.keys() == final.keys()
     assert all(torch.equal(initial[name], tensor) for name, tensor in final.items())
 
@@ -131,18 +130,17 @@ def test_ranks_share_the_matrices() -> None:
     assert optimizer_bytes(plan, plan.stages[1]) < 0.51 * optimizer_bytes(adamw, adamw.stages[1])
 
 
-def _state_bytes(rank: int, plans: list[Plan]) -> list[int]:
-    with rank_groups(plans[0], rank):
-        optimizers = [build_optimizer(plan, rank_model(plan, rank)) for plan in plans]
-        assert all(isinstance(optimizer.inner, Muon) for optimizer in optimizers)
-        return [sum(values.nbytes for _, _, values in optimizer.states()) for optimizer in optimizers]
+def _state_bytes(plan: Plan, model: ParallelModel) -> int:
+    optimizer = build_optimizer(plan, model)
+    assert isinstance(optimizer.inner, Muon)
+    return sum(values.nbytes for _, _, values in optimizer.states())
 
 
 def test_states_take_the_planned_bytes() -> None:
     widths = {"fp32": 4, "bf16_sr": 2}
     plans = [make_plan(2, MUON, "trainer.tp=2", f"trainer.precision={precision}") for precision in widths]
     sizes = [optimizer_bytes(plan, plan.stages[0]) for plan in plans]
-    assert run_ranks(_state_bytes, 2, plans) == [sizes] * 2
+    assert on_ranks_by_plan(_state_bytes, plans) == [sizes] * 2
     stage = plans[0].stages[0]
     assert sizes == [width * (2 * stage.held - stage.quantizable) for width in widths.values()]
     assert stage.quantizable == 4 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32) / 2

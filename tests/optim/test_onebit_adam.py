@@ -16,6 +16,7 @@ from megatron_llama.optim.onebit_adam import OneBitAdam
 from megatron_llama.tools.forecast.step_time import sign_bytes
 from tests.oracle import assemble, distance, make_plan, oracle, run_layout, train_rank
 from tests.ranks import run_ranks
+from tests.rows import read_layouts, rows
 
 SIZES = ((7,), (33, 5), (64,), (1,))
 STEPS, FREEZE = 8, 3
@@ -134,19 +135,11 @@ def _resumed_and_poisoned(rank: int) -> list[tuple[Tensors, Tensors, Tensors]]:
 
 
 ONEBIT = ("optim.name=onebit_adam", "trainer.zero=0")
-SHARED = ("trainer.tp=2", "model.num_key_value_heads=1")  # both tensor-parallel ranks have the head
-LAYOUTS = {
-    "dp2": (2, ()),
-    "tp2·dp2": (4, ("trainer.tp=2",)),
-    "pp2·dp2": (4, ("trainer.pp=2",)),
-    "shared kv head": (4, SHARED),
-    "cp2·dp2": (4, ("trainer.cp=2",)),
-}
+LAYOUTS, QUICK = read_layouts(__file__, "1-bit Adam")
 
 
-@pytest.mark.parametrize("name", ["dp2", pytest.param("tp2·dp2", marks=pytest.mark.slow)])
-def test_the_warm_up_is_the_same_in_every_layout(name: str) -> None:
-    ranks, layout = LAYOUTS[name]
+@pytest.mark.parametrize(("ranks", "layout"), rows([*LAYOUTS.items()][:2], QUICK))
+def test_the_warm_up_is_the_same_in_every_layout(ranks: int, layout: list[str]) -> None:
     warm_up = oracle(*ONEBIT, "optim.freeze_step=9")
     ours = run_layout(ranks, *ONEBIT, "optim.freeze_step=9", *layout)
     assert ours.losses == pytest.approx(warm_up.losses, rel=1e-5)
@@ -154,12 +147,8 @@ def test_the_warm_up_is_the_same_in_every_layout(name: str) -> None:
     assert all(distance(ours.weights[k], exact) < 1e-4 for k, exact in warm_up.weights.items())
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["dp2", "shared kv head", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tp2·dp2", "pp2·dp2", "cp2·dp2"))],
-)
-def test_copies_stay_equal_and_the_loss_falls(name: str) -> None:
-    ranks, layout = LAYOUTS[name]
+@pytest.mark.parametrize(("ranks", "layout"), rows(LAYOUTS.items(), QUICK))
+def test_copies_stay_equal_and_the_loss_falls(ranks: int, layout: list[str]) -> None:
     plan = make_plan(ranks, *ONEBIT, "optim.freeze_step=2", "optim.lr=0.003", "optim=constant", *layout)
     answers = run_ranks(train_rank, ranks, plan, 8, None)
     losses, norms = answers[0][:2]

@@ -17,13 +17,13 @@ from megatron_llama.devices.cpu import kernels as cpu_kernels
 from megatron_llama.devices.cpu.kernels import CHUNK
 from megatron_llama.optim.adam import Bf16GradientAdam
 from megatron_llama.optim.gradient_norm import gradient_norm, parameter_norm
-from megatron_llama.optim.optimizer import build_schedule, decays
+from megatron_llama.optim.optimizer import decays
 from megatron_llama.parallel import Shard
 from megatron_llama.plan import Plan
-from tests.model.llamas import hf_config, load, whole_batch
+from tests.model.llamas import hf_config, load, train_plain
 from tests.oracle import CPU, Result, Tensors, distance, make_plan, on_ranks, oracle, run_layout, worst
 from tests.ranks import run_ranks
-from tests.rows import rows
+from tests.rows import each_layout, rows
 
 STEPS = 5
 CLIP = 0.5
@@ -100,29 +100,8 @@ def _plain_steps(plan: Plan, initial: Tensors) -> Plain:
 
     llama = LlamaForCausalLM(hf_config(plan.model))
     load(llama, initial)
-    named = dict(llama.named_parameters())
-    optim, norms = plan.config.optim, []
-    groups = [
-        {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": optim.weight_decay},
-        {"params": [p for p in named.values() if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    inner: torch.optim.Optimizer
-    if optim.name == "sgd":
-        inner = torch.optim.SGD(groups, lr=optim.lr, momentum=optim.betas[0])
-    else:
-        kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[optim.name]
-        inner = kind(groups, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps)
-    schedule = build_schedule(plan, inner)
-    for step in range(STEPS):
-        tokens, labels, mask = whole_batch(plan, step)
-        marked = torch.where(mask > 0, labels, -100)
-        llama(tokens, labels=marked, shift_labels=marked, num_items_in_batch=mask.sum()).loss.backward()
-        largest = float("inf") if optim.clip is None else optim.clip
-        norms.append(torch.nn.utils.clip_grad_norm_(named.values(), largest).item())
-        inner.step()
-        inner.zero_grad()
-        schedule.step()
-    return Plain(norms, {name: parameter.detach() for name, parameter in named.items()})
+    _, norms = train_plain(llama, plan, STEPS)
+    return Plain(norms, {name: parameter.detach() for name, parameter in llama.named_parameters()})
 
 
 SHAPES = (3 * CHUNK // 512 + 5, 512), (700, 7), (900,)
@@ -215,17 +194,7 @@ def test_it_is_torchs(
 ONE = ("trainer.precision=bf16", "trainer.micro_batch_size=8", "trainer.global_batch_size=8", "optim.clip=0.1")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [
-        (1, []),
-        (2, ["trainer.tp=2", "trainer.sp=true"]),  # norm weights' gradients are summed over ranks
-        (4, ["trainer.tp=4"]),  # also gradients of replicated kv heads
-        (2, ["trainer.pp=2", "model.tie_word_embeddings=true"]),  # and gradients of tied embeddings
-        (1, ["optim.name=sgd"]),
-        (1, ["optim.state_bits=8", "model.hidden_size=64"]),
-    ],
-)
+@each_layout(__file__, "one micro batch")
 def test_a_run_of_one_micro_batch_keeps_them_narrow_and_trains_the_same(
     ranks: int, layout: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from megatron_llama.arch.attention_pattern import Pattern
@@ -17,20 +17,20 @@ from megatron_llama.devices.attention_inputs import Documents, build_attention_i
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
+from tests.model.llamas import hf_config, load, whole_batch
 from tests.oracle import (
-    RaggedSamples,
     Tensors,
     assemble,
     distance,
     make_plan,
+    on_ranks,
+    on_ranks_by_plan,
     oracle,
     rank_batches,
-    rank_groups,
-    rank_model,
     rectangles,
     run_layout,
 )
-from tests.ranks import run_ranks
+from tests.rows import each_layout
 
 TAU, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 1.0, 4, 4, 2, 8
 CLIP = f"optim.qk_clip={TAU}"
@@ -72,15 +72,10 @@ def test_largest_logits_are_those_of_all_scores(
 @cache
 def logits_of_transformers() -> torch.Tensor:
     """Return the largest logits [layers, heads] of transformers' Llama, with the initial weights, on the first step."""
-    table = torch.full((LAYERS, HEADS), -torch.inf)
-    sizes = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "max_position_embeddings": 4096}
-    sizes |= {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": LAYERS}
-    plan = make_plan(1)
-    theta = {"rope_theta": plan.model.rope_theta, "rope_type": "default"}
-    config = LlamaConfig(**sizes, rms_norm_eps=plan.model.rms_norm_eps, rope_parameters=theta)
-    config._attn_implementation = "eager"
-    model = LlamaForCausalLM(config)
-    model.load_state_dict(oracle().initial)
+    plan, table = make_plan(1), torch.full((LAYERS, HEADS), -torch.inf)
+    model = LlamaForCausalLM(hf_config(plan.model))
+    model.set_attn_implementation("eager")
+    load(model, oracle().initial)
     original = modeling_llama.eager_attention_forward
 
     def recorded(module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +87,7 @@ def logits_of_transformers() -> torch.Tensor:
     modeling_llama.eager_attention_forward = recorded
     try:
         with torch.no_grad():
-            model(torch.stack([RaggedSamples(16, 64)[index]["tokens"] for index in range(8)]))
+            model(whole_batch(plan, 0)[0])
     finally:
         modeling_llama.eager_attention_forward = original
     return table
@@ -117,25 +112,20 @@ Steps = list[tuple[torch.Tensor, bool]]
 """Logits [layers, heads] of each step, and whether the step is skipped."""
 
 
-def run_steps(rank: int, plans: list[Plan], steps: Steps) -> list[tuple[list[list[tuple]], list[dict[str, float]]]]:
-    """Run steps of each plan with zero gradients and given logits; return the weights before and after each step, and
-    the metrics after each."""
-    answers = []
-    with rank_groups(plans[0], rank):
-        for plan in plans:
-            model = rank_model(plan, rank)
-            optimizer, metrics = build_optimizer(plan, model), []
-            weights = [rectangles(model.shards, lambda shard: shard.local)]
-            for table, skip in steps:
-                _set_logits(plan, model, table)
-                for shard in model.trained:
-                    shard.parameter.grad = torch.zeros_like(shard.parameter)
-                optimizer.update(torch.tensor(1.0), torch.tensor(skip))
-                optimizer.advance(updated=not skip)
-                weights.append(rectangles(model.shards, lambda shard: shard.local))
-                metrics.append(optimizer.metrics())
-            answers.append((weights, metrics))
-    return answers
+def run_steps(plan: Plan, model: ParallelModel, steps: Steps) -> tuple[list[list[tuple]], list[dict[str, float]]]:
+    """Run steps with zero gradients and given logits; return the weights before and after each step, and the metrics
+    after each."""
+    optimizer, metrics = build_optimizer(plan, model), []
+    weights = [rectangles(model.shards, lambda shard: shard.local)]
+    for table, skip in steps:
+        _set_logits(plan, model, table)
+        for shard in model.trained:
+            shard.parameter.grad = torch.zeros_like(shard.parameter)
+        optimizer.update(torch.tensor(1.0), torch.tensor(skip))
+        optimizer.advance(updated=not skip)
+        weights.append(rectangles(model.shards, lambda shard: shard.local))
+        metrics.append(optimizer.metrics())
+    return weights, metrics
 
 
 def _set_logits(plan: Plan, model: ParallelModel, table: torch.Tensor) -> None:
@@ -156,11 +146,6 @@ def test_logits_and_weights_are_those_of_a_plain_reference() -> None:
         assert distance(result[name], weight) < 1e-6, name
 
 
-LAYOUTS = {
-    "tp2·dp2, zero 3": ["trainer.tp=2", "trainer.zero=3"],
-    "tp4, kv heads < tp": ["trainer.tp=4"],
-    "pp2·vpp2·dp2": ["trainer.pp=2", "trainer.vpp=2"],
-}
 OPTIMIZERS = {
     (name, precision): (f"trainer.precision={precision}", *settings)
     for name, settings in (("adamw", ()), ("muon, qwen2", ("optim.name=muon", "model.model_type=qwen2")))
@@ -172,13 +157,13 @@ TABLE = torch.rand(LAYERS, HEADS, generator=torch.Generator().manual_seed(1)) * 
 @cache
 def updates_of_one_process(*clip: str) -> list[Tensors]:
     plans = [make_plan(1, *settings, *clip) for settings in OPTIMIZERS.values()]
-    return [assemble([weights[-1]])[0] for weights, _ in run_ranks(run_steps, 1, plans, [(TABLE, False)])[0]]
+    return [assemble([weights[-1]])[0] for weights, _ in on_ranks_by_plan(run_steps, plans, [(TABLE, False)])[0]]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_weights_have_the_bits_of_one_process(layout: list[str]) -> None:
-    plans = [make_plan(4, CLIP, *settings, *layout) for settings in OPTIMIZERS.values()]
-    answers = run_ranks(run_steps, 4, plans, [(TABLE, False)])
+@each_layout(__file__, "QK-Clip")
+def test_weights_have_the_bits_of_one_process(ranks: int, layout: list[str]) -> None:
+    plans = [make_plan(ranks, CLIP, *settings, *layout) for settings in OPTIMIZERS.values()]
+    answers = on_ranks_by_plan(run_steps, plans, [(TABLE, False)])
     unclipped = updates_of_one_process()
     for index, ((name, precision), expected) in enumerate(zip(OPTIMIZERS, updates_of_one_process(CLIP), strict=True)):
         weights = assemble([answer[index][0][-1] for answer in answers])[0]
@@ -191,24 +176,23 @@ def test_weights_have_the_bits_of_one_process(layout: list[str]) -> None:
 def test_a_skipped_step_keeps_weights_and_forgets_its_logits() -> None:
     plans = [make_plan(2, CLIP, "trainer.tp=2", f"optim.name={name}") for name in ("adamw", "muon", "sgd")]
     steps = [(torch.full((LAYERS, HEADS), value), value > 1) for value in (9.0, 0.5)]
-    for answers in run_ranks(run_steps, 2, plans, steps):
+    for answers in on_ranks_by_plan(run_steps, plans, steps):
         for (initial, skipped, _), metrics in answers:
             assert all(torch.equal(before[-1], after[-1]) for before, after in zip(initial, skipped, strict=True))
             assert metrics == [{"max_attention_logit": 9.0}, {"max_attention_logit": 0.5}]
 
 
 def test_validation_and_recomputation_record_nothing() -> None:
-    assert run_ranks(calls_of_a_step, 1, make_plan(1, CLIP, "trainer.recompute=full")) == [(4 * LAYERS, 0)]
+    assert on_ranks(calls_of_a_step, make_plan(1, CLIP, "trainer.recompute=full")) == [(4 * LAYERS, 0)]
 
 
-def calls_of_a_step(rank: int, plan: Plan) -> tuple[int, int]:
+def calls_of_a_step(plan: Plan, model: ParallelModel) -> tuple[int, int]:
     """Return the numbers of measurements in a training step with four micro batches, and in a validation."""
     calls: list[int] = []
     original = torch_attention.largest_logits
     torch_attention.largest_logits = lambda *inputs: calls.append(1) or original(*inputs)
-    with rank_groups(plan, rank):
-        model, batches = rank_model(plan, rank), rank_batches(plan).at(0)
-        model.forward_backward(batches)
-        train = len(calls)
-        model.evaluate(batches)
-        return train, len(calls) - train
+    batches = rank_batches(plan).at(0)
+    model.forward_backward(batches)
+    train = len(calls)
+    model.evaluate(batches)
+    return train, len(calls) - train
