@@ -13,17 +13,15 @@ import torch.distributed as dist
 
 from megatron_llama import devices
 from megatron_llama.checkpoint.checkpointer import Checkpointer
-from megatron_llama.data.batches import build_data
 from megatron_llama.devices.cpu.device import Cpu
 from megatron_llama.optim import build_optimizer
-from megatron_llama.parallel import compare_copies
+from megatron_llama.parallel import ParallelModel, compare_copies
 from megatron_llama.parallel.compare_copies import Key, _mix, _sums
 from megatron_llama.plan import Plan, format_plan
 from megatron_llama.system.errors import TrainingFault
 from megatron_llama.tools.forecast.traffic import Traffic, comparison_of_copies, totals
 from megatron_llama.tools.measured_steps import TrafficCounter
-from tests.oracle import CPU, make_plan, rank_groups, rank_model
-from tests.ranks import run_ranks
+from tests.oracle import make_plan, on_ranks, rank_data
 from tests.rows import read_layouts, rows
 
 TIED = "model.tie_word_embeddings=true"
@@ -43,14 +41,13 @@ class Flip(NamedTuple):
 class Trained:
     """A rank's model and optimizer. Ranks call each method together."""
 
-    def __init__(self, plan: Plan, rank: int, folder: Path) -> None:
+    def __init__(self, plan: Plan, model: ParallelModel, folder: Path) -> None:
         plan.config.run.dir = str(folder)
-        self.plan, self.rank, self.step = plan, rank, 0
-        self.model = rank_model(plan, rank)
+        self.plan, self.model, self.rank, self.step = plan, model, dist.get_rank(), 0
         self.optimizer = build_optimizer(plan, self.model)
-        data = build_data(plan, plan.topology(rank), CPU)
+        data = rank_data(plan)
         self.batches = data.train
-        self.checkpointer = Checkpointer(plan, plan.topology(rank), self.model, self.optimizer, data)
+        self.checkpointer = Checkpointer(plan, plan.topology(self.rank), self.model, self.optimizer, data)
         self.copies = self.checkpointer._copies
 
     def train(self, steps: int) -> None:
@@ -98,39 +95,34 @@ def flip_bit(tensor: torch.Tensor, number: int) -> None:
     flat[number // 8] ^= 1 << number % 8
 
 
-def flips(rank: int, plan: Plan, folder: Path, count: int, seed: int) -> list[Flip]:
+def flips(plan: Plan, model: ParallelModel, folder: Path, count: int, seed: int) -> list[Flip]:
     """Train two steps, flip bits of weights and states alternately, and train another step without a difference."""
-    with rank_groups(plan, rank):
-        trained = Trained(plan, rank, folder)
-        trained.train(2)
-        generator = random.Random(seed)
-        answers = [trained.flip(generator, states=number % 2 == 1) for number in range(count)]
-        trained.train(1)
-        return answers
+    trained, generator = Trained(plan, model, folder), random.Random(seed)
+    trained.train(2)
+    answers = [trained.flip(generator, states=number % 2 == 1) for number in range(count)]
+    trained.train(1)
+    return answers
 
 
-def rows_compared(rank: int, plan: Plan, folder: Path) -> tuple[int, int]:
+def rows_compared(plan: Plan, model: ParallelModel, folder: Path) -> tuple[int, int]:
     """Return the rows of this rank's weights, and the rows of the parts that are compared."""
-    with rank_groups(plan, rank):
-        trained = Trained(plan, rank, folder)
-        parts = trained.copies._slices(("", shard, shard.local) for shard in trained.model.shards)
-        return sum(len(shard.local) for shard in trained.model.shards), sum(len(part) for _, part in parts)
+    parts = Trained(plan, model, folder).copies._slices(("", shard, shard.local) for shard in model.shards)
+    return sum(len(shard.local) for shard in model.shards), sum(len(part) for _, part in parts)
 
 
-def steps(rank: int, plan: Plan, folder: Path, count: int) -> tuple[int, int, Traffic]:
+def steps(plan: Plan, model: ParallelModel, folder: Path, count: int) -> tuple[int, int, Traffic]:
     """Train and compare; return the numbers of tensors and of tensors with copies, and a comparison's traffic."""
-    with rank_groups(plan, rank):
-        trained = Trained(plan, rank, folder)
-        trained.train(count)
-        with TrafficCounter() as counter:
-            trained.checkpointer.compare_copies(count + 1)
-        return len(trained.tensors()), len(trained.copied()), counter.take()
+    trained = Trained(plan, model, folder)
+    trained.train(count)
+    with TrafficCounter() as counter:
+        trained.checkpointer.compare_copies(count + 1)
+    return len(trained.tensors()), len(trained.copied()), counter.take()
 
 
 @pytest.mark.parametrize(("world", "layout"), rows(LAYOUTS.items(), QUICK))
 def test_flipped_bits_are_found_and_named(world: int, layout: list[str], tmp_path: Path) -> None:
     """Each QUICK row flips 5 bits, so 10 flips run with each `make test`."""
-    results = run_ranks(flips, world, make_plan(world, *layout), tmp_path, FLIPS, len(layout) + world)
+    results = on_ranks(flips, make_plan(world, *layout), tmp_path, FLIPS, len(layout) + world)
     for answers in zip(*results, strict=True):
         (message,) = {flip.message for flip in answers}
         flip = answers[0]
@@ -143,7 +135,7 @@ def test_flipped_bits_are_found_and_named(world: int, layout: list[str], tmp_pat
 def test_copies_stay_equal_and_send_the_predicted_bytes(world: int, layout: list[str], tmp_path: Path) -> None:
     plan = make_plan(world, *layout, "optim.warmup_steps=1")
     predicted = totals(comparison_of_copies(plan))
-    for tensors, copied, traffic in run_ranks(steps, world, plan, tmp_path, 8):
+    for tensors, copied, traffic in on_ranks(steps, plan, tmp_path, 8):
         assert traffic == predicted != {}
         assert copied == tensors if plan.data_ranks > plan.shard_size else 0 < copied < tensors
 
@@ -167,16 +159,16 @@ def test_the_plan_names_the_interval(world: int, overrides: list[str], line: str
 
 def test_rows_that_pad_the_vocabulary_are_compared(tmp_path: Path) -> None:
     plan = make_plan(4, "trainer.tp=2", "trainer.zero=0", "model.vocab_size=61")
-    for rows_of_weights, compared in run_ranks(rows_compared, 4, plan, tmp_path):
+    for rows_of_weights, compared in on_ranks(rows_compared, plan, tmp_path):
         assert compared == rows_of_weights
 
 
 def test_a_device_without_int64_sums_compares_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(2, "trainer.zero=0")
-    on_device = run_ranks(flips, 2, plan, tmp_path, 2, 7)
+    on_device = on_ranks(flips, plan, tmp_path, 2, 7)
     monkeypatch.setattr(Cpu, "sums_int64", False)
     monkeypatch.setattr(compare_copies, "devices", SimpleNamespace(of=devices.of, HOST="cpu:0"))  # not "cpu"
-    assert run_ranks(flips, 2, plan, tmp_path, 2, 7) == on_device
+    assert on_ranks(flips, plan, tmp_path, 2, 7) == on_device
 
 
 def digest(tensor: torch.Tensor) -> int:

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_llama.data.batches import Batches
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
+from megatron_llama.parallel import ParallelModel
 from megatron_llama.parallel.async_tp import Overlap
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES, Compiler, Graph
 from megatron_llama.plan import Plan
@@ -26,12 +26,13 @@ from tests.compiled import SECONDS, needs_compiler, prepare_rank
 from tests.finetuning.runner import LORA, tune
 from tests.layouts.table import DROPPING, PIECES
 from tests.oracle import (
-    CPU,
     TOLERANCE,
     RaggedSamples,
     Tensors,
+    batches_of,
     distance,
     make_plan,
+    on_ranks,
     oracle,
     rank_batches,
     rank_groups,
@@ -43,6 +44,12 @@ from tests.ranks import RankFailed, run_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled_here")
 COMPILE = ("trainer.compile=true", "trainer.compile_strict=true")
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+def takes_minutes(test: Test) -> Test:
+    """Mark a test that compiles for minutes."""
+    return pytest.mark.long(pytest.mark.slow(needs_compiler(test)))
 
 
 class Trained(NamedTuple):
@@ -83,9 +90,7 @@ def graphs_of(ranks: list[Trained]) -> list[list[Graph]]:
     return [rank.graphs for rank in ranks]
 
 
-@pytest.mark.long
-@pytest.mark.slow
-@needs_compiler
+@takes_minutes
 def test_one_graph_for_all_blocks_compiled_by_one_rank(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ranks in two tensor-parallel groups, two blocks on each: one graph to train, one to validate; and on the
     last stage two for the loss, which validation has in common."""
@@ -108,9 +113,7 @@ def test_one_graph_for_all_blocks_compiled_by_one_rank(cache: Path, monkeypatch:
     assert {graph.key for graphs in second for graph in graphs} == distinct
 
 
-@pytest.mark.long
-@pytest.mark.slow
-@needs_compiler
+@takes_minutes
 def test_lora_is_one_graph_too(cache: Path, tmp_path: Path) -> None:
     layout = ("trainer.tp=2", *LORA)
     first = graphs_of(trained(cache, *layout, "model.num_hidden_layers=2", world=2))
@@ -123,9 +126,7 @@ def test_lora_is_one_graph_too(cache: Path, tmp_path: Path) -> None:
     assert all(distance(tensor, eager.trained[name]) <= 1e-5 for name, tensor in fused.trained.items())
 
 
-@pytest.mark.long
-@pytest.mark.slow
-@needs_compiler
+@takes_minutes
 @pytest.mark.parametrize("recompute", ["elementwise", "selective", "full"])
 def test_blocks_that_recompute_share_a_graph(cache: Path, recompute: str) -> None:
     ((graphs, *_),) = trained(cache, f"trainer.recompute={recompute}", world=1, steps=1)
@@ -138,15 +139,16 @@ def test_blocks_that_recompute_share_a_graph(cache: Path, recompute: str) -> Non
 def test_what_is_new_says_why(tmp_path: Path) -> None:
     """A stand-in compiles nothing: Inductor's cache is shared with other tests, which may have equal graphs."""
     cache = ("trainer.compile=true", f"trainer.compile_cache={tmp_path}")
-    run_ranks(_misses, 2, make_plan(2, *cache, "trainer.tp=2"))
-    (graphs,) = run_ranks(_misses, 1, make_plan(1, *cache))
+    run_ranks(_compiled_by, 2, make_plan(2, *cache, "trainer.tp=2"), _uncompiled)
+    (graphs,) = run_ranks(_compiled_by, 1, make_plan(1, *cache), _uncompiled)
     assert [graph.why for graph in graphs] == ["trainer.tp: 2 → 1, trainer.sp: True → False"] * 4
 
 
-def _misses(rank: int, plan: Plan) -> list[Graph]:
+def _compiled_by(rank: int, plan: Plan, compile: Callable[..., Any], keep_going: bool = False) -> list[Graph]:
+    """Return the graphs of a training step and a validation with a stand-in for Inductor."""
     with rank_groups(plan, rank):
-        compiler = Compiler(plan, get_device("cpu"))
-        compiler._compile = _uncompiled
+        compiler = Compiler(plan, get_device("cpu"), keep_going)
+        compiler._compile = compile
         model, batches = rank_model(plan, rank, compiler), rank_batches(plan).at(0)
         for train in (True, False):
             model.forward_backward(batches, train=train)
@@ -158,9 +160,7 @@ def _uncompiled(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Call
     return graph.forward
 
 
-@pytest.mark.long
-@needs_compiler
-@pytest.mark.slow
+@takes_minutes
 @pytest.mark.parametrize(
     ("layout", "model"), [([], PIECES), (["trainer.tp=2"], DROPPING)], ids=["curriculum", "tp2+sp, random-LTD"]
 )
@@ -191,59 +191,45 @@ def test_a_graph_is_for_any_number_of_threads(tmp_path: Path, monkeypatch: pytes
     assert run_ranks(_by_threads, 1, plan) == [[False, True, True]]
 
 
-def _late(rank: int, plan: Plan) -> list[Graph]:
+def _late(plan: Plan, model: ParallelModel) -> list[Graph]:
     shorter = replace(plan, config=replace(plan.config, data=replace(plan.config.data, seq_length=12)))
-    with rank_groups(plan, rank):
-        model, batches = rank_model(plan, rank), rank_batches(plan)
-        for batch in range(WARM_UP_BATCHES):
-            model.forward_backward(batches.at(8 * batch))
-        model.forward_backward(Batches(RaggedSamples(12, 64), shorter, plan.topology(rank), CPU).at(0))
-        assert model.compiler is not None
-        return model.compiler.graphs
+    batches = rank_batches(plan)
+    for batch in range(WARM_UP_BATCHES):
+        model.forward_backward(batches.at(8 * batch))
+    model.forward_backward(batches_of(RaggedSamples(12, 64), shorter).at(0))
+    assert model.compiler is not None
+    return model.compiler.graphs
 
 
-@pytest.mark.slow
-@pytest.mark.long
-@needs_compiler
+@takes_minutes
 def test_a_graph_after_warm_up_is_told_or_forbidden(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
     one = (f"trainer.compile_cache={cache}", "trainer.compile=true")
-    (graphs,) = run_ranks(_late, 1, make_plan(1, *one))
+    (graphs,) = on_ranks(_late, make_plan(1, *one))
     assert [(graph.function, graph.late) for graph in graphs] == [
         *(("block", False), ("loss", False), ("gradient of the loss", False)),
         *(("block", True), ("loss", True), ("gradient of the loss", True)),
     ]
     assert "compiled after warm-up: block, training, for (12, 2, 32) float32" in capfd.readouterr().err
     with pytest.raises(RankFailed, match="Recompiled: trainer.compile_strict: block was recompiled after 2 batches"):
-        run_ranks(_late, 1, make_plan(1, *one, "trainer.compile_strict=true"))
+        on_ranks(_late, make_plan(1, *one, "trainer.compile_strict=true"))
 
 
-def _broken(rank: int, plan: Plan) -> None:
-    with rank_groups(plan, rank):
-        model = rank_model(plan, rank)
-        attention = next(iter(model.chunks[0].layers.values())).self_attn
-        whole = attention.forward
+def _broken(plan: Plan, model: ParallelModel) -> None:
+    attention = next(iter(model.chunks[0].layers.values())).self_attn
+    whole = attention.forward
 
-        def breaks(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-            torch._dynamo.graph_break()
-            return whole(x, rotary)
+    def breaks(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return whole(x, rotary)
 
-        attention.forward = breaks
-        model.forward_backward(rank_batches(plan).at(0))
+    attention.forward = breaks
+    model.forward_backward(rank_batches(plan).at(0))
 
 
 @needs_compiler
 def test_a_graph_break_is_forbidden(cache: Path) -> None:
     with pytest.raises(RankFailed, match="Unsupported"):
-        run_ranks(_broken, 1, make_plan(1, *COMPILE, f"trainer.compile_cache={cache}"))
-
-
-def _failing(rank: int, plan: Plan, keep_going: bool) -> list[Graph]:
-    with rank_groups(plan, rank):
-        compiler = Compiler(plan, get_device("cpu"), keep_going)
-        compiler._compile = _fails
-        model = rank_model(plan, rank, compiler)
-        model.forward_backward(rank_batches(plan).at(0))
-        return compiler.graphs
+        on_ranks(_broken, make_plan(1, *COMPILE, f"trainer.compile_cache={cache}"))
 
 
 def _fails(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> None:
@@ -253,11 +239,11 @@ def _fails(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> None:
 @needs_compiler
 def test_a_failure_stops_a_run_and_is_counted_ahead_of_it(tmp_path: Path) -> None:
     plan = make_plan(1, f"trainer.compile_cache={tmp_path}", "trainer.compile=true")
-    (graphs,) = run_ranks(_failing, 1, plan, True)
-    assert [graph.failure for graph in graphs] == ["RuntimeError: too many partitions"] * 3
+    (graphs,) = run_ranks(_compiled_by, 1, plan, _fails, True)
+    assert [graph.failure for graph in graphs] == ["RuntimeError: too many partitions"] * 4
     assert not (tmp_path / "graphs").exists(), "a graph that failed is not in the cache"
     with pytest.raises(RankFailed, match="too many partitions"):
-        run_ranks(_failing, 1, plan, False)
+        run_ranks(_compiled_by, 1, plan, _fails)
 
 
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,9 +297,7 @@ ROWS: dict[str, tuple[list[str], Overlap, Overlap]] = {
 }
 
 
-@pytest.mark.long
-@needs_compiler
-@pytest.mark.slow
+@takes_minutes
 @pytest.mark.parametrize("name", ROWS)
 def test_collectives_are_inside_products_and_change_nothing(name: str, tmp_path: Path) -> None:
     # A separate cache: collectives of a cached graph of another row are not counted.
@@ -340,9 +324,7 @@ def test_a_graph_out_of_the_cache_says_what_overlaps(cache: Path) -> None:
     assert overlaps(repeated) == {"training": {Overlap(8, 0)}, "validation": {Overlap(4, 0)}}
 
 
-@pytest.mark.long
-@needs_compiler
-@pytest.mark.slow
+@takes_minutes
 def test_a_compiler_that_recognises_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     for actual in ("compiled", "cached"):

@@ -9,7 +9,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_llama.data.batches import Batches
 from megatron_llama.devices.cpu import kernels
 from megatron_llama.devices.cpu.device import Cpu
 from megatron_llama.parallel import ParallelModel, assembly, data_parallel
@@ -18,20 +17,23 @@ from megatron_llama.plan.build_steps import applied_steps, build_steps
 from megatron_llama.plan.plan import COPIES, SHARDS
 from tests.compiled import needs_compiler
 from tests.layouts.table import DROPPING
-from tests.oracle import CPU, make_plan, rank_batches, rank_groups, rank_model, run_layout, worst
+from tests.oracle import (
+    CPU,
+    make_plan,
+    on_ranks,
+    on_ranks_by_plan,
+    rank_batches,
+    rank_groups,
+    rank_model,
+    run_layout,
+    worst,
+)
 from tests.paths import ROOT
 from tests.ranks import run_ranks
+from tests.rows import each_layout
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [
-        (1, ["trainer.precision=bf16"]),
-        (1, ["trainer.precision=fp32_ZeroOptMaster"]),  # micro batches are summed in bf16 ...
-        (1, ["trainer.precision=fp32_ZeroOptMaster", "trainer.zero=2"]),  # ... and here in fp32
-        (2, ["trainer.precision=bf16", "trainer.pp=2", "model.tie_word_embeddings=true", "trainer.recompute=full"]),
-    ],
-)
+@each_layout(__file__, "one data-parallel rank")
 def test_a_run_is_bit_identical_to_fully_shards(ranks: int, layout: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_plan(ranks, *layout).storage.kind == COPIES
     monkeypatch.setattr(kernels, "ADDED_AT_ONCE", 50)  # which divides no weight
@@ -61,21 +63,19 @@ def test_the_buffer_of_gradients_is_used_in_two_streams(monkeypatch: pytest.Monk
 def test_zero_3_with_one_rank_records_the_buffers_of_each_micro_batch() -> None:
     plan = make_plan(1, "trainer.zero=3", "trainer.precision=bf16")
     assert plan.num_microbatches > 1
-    (count,) = run_ranks(_recorded_buffers, 1, plan)
+    (count,) = on_ranks(_recorded_buffers, plan)
     assert count == plan.num_microbatches * (plan.model.num_hidden_layers + 2), "embedding, blocks, norm with head"
 
 
-def _recorded_buffers(rank: int, plan: Plan) -> int:
+def _recorded_buffers(plan: Plan, model: ParallelModel) -> int:
     """Return the number of recorded buffers in a step, as if the CPU ran asynchronously."""
-    recorded: list[torch.Tensor] = []
-    with rank_groups(plan, rank):
-        model, batches = rank_model(plan, rank), rank_batches(plan).at(0)
-        with (
-            patch.object(Cpu, "asynchronous", True),
-            patch.object(torch.accelerator, "current_stream", lambda: None),
-            patch.object(torch.Tensor, "record_stream", lambda self, stream: recorded.append(self)),
-        ):
-            model.forward_backward(batches)
+    recorded, batches = list[torch.Tensor](), rank_batches(plan).at(0)
+    with (
+        patch.object(Cpu, "asynchronous", True),
+        patch.object(torch.accelerator, "current_stream", lambda: None),
+        patch.object(torch.Tensor, "record_stream", lambda self, stream: recorded.append(self)),
+    ):
+        model.forward_backward(batches)
     return len(recorded)
 
 
@@ -85,7 +85,7 @@ def test_memory_of_the_copies(tied: bool) -> None:
     again: the head of tied embeddings, or the next micro batch."""
     settings = ("trainer.precision=bf16", f"model.tie_word_embeddings={tied}")
     plans = [make_plan(1, *settings, f"trainer.micro_batch_size={size}") for size in (8, 2)]
-    one, several = run_ranks(_memory, 1, plans)[0]
+    one, several = on_ranks_by_plan(_memory, plans)[0]
     for memory in (one, several):
         assert memory["before"] == memory["after"] == 0
         assert memory["embedding, validation"] > 0
@@ -94,15 +94,10 @@ def test_memory_of_the_copies(tied: bool) -> None:
     assert several["embedding, training"] > 0
 
 
-def _memory(rank: int, plans: list[Plan]) -> list[dict[str, int]]:
-    """Return each model's bytes: all copies before, inside and after a training pass; the masters; the embedding's copy
+def _memory(plan: Plan, model: ParallelModel) -> dict[str, int]:
+    """Return the model's bytes: all copies before, inside and after a training pass; the masters; the embedding's copy
     when the first block begins, in training and in a validation with two batches."""
-    with rank_groups(plans[0], rank):
-        return [_memory_of(rank_model(plan, rank), rank_batches(plan)) for plan in plans]
-
-
-def _memory_of(model: ParallelModel, batches: Batches) -> dict[str, int]:
-    (chunk,), (copies,) = model.chunks, model.compute_copies
+    (chunk,), (copies,), batches = model.chunks, model.compute_copies, rank_batches(plan)
     assert copies is not None
     inside: list[int] = []
     embedding: list[int] = []

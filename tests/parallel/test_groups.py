@@ -25,10 +25,9 @@ from megatron_llama.parallel.groups import (
     raise_on_all_ranks,
     sync_errors,
 )
-from megatron_llama.plan import Plan, resolve
+from megatron_llama.plan import Plan
 from megatron_llama.topology import AXES
-from tests.config.helpers import make
-from tests.oracle import CPU, rank_groups, rank_model
+from tests.oracle import CPU, make_plan, rank_groups, rank_model
 from tests.ranks import run_ranks
 
 
@@ -52,24 +51,10 @@ def _groups(rank: int, plan: Plan) -> tuple[dict[str, list[int]], dict[str, str 
 
 
 def test_groups_are_the_grids_and_each_has_its_axis() -> None:
-    settings = {
-        "model.num_key_value_heads": 1,
-        "model.tie_word_embeddings": True,
-        "trainer.tp": 2,
-        "trainer.dp": 4,
-        "trainer.shard_group": 2,
-        "trainer.global_batch_size": 8,
-    }
-    plan = resolve(make(**settings), 8)
-    expected = {
-        **{axis.name: axis.name for axis in AXES},
-        "embedding": "pp",
-        "kv heads": "tp",
-        "replicate": "dp",
-        "shard": "dp",
-        "world": "world",
-        "unknown": None,
-    }
+    layout = ("trainer.tp=2", "trainer.shard_group=2", "trainer.zero=1")
+    plan = make_plan(8, *layout, "model.num_key_value_heads=1", "model.tie_word_embeddings=true")
+    expected = {axis.name: axis.name for axis in AXES} | {"embedding": "pp", "kv heads": "tp", "replicate": "dp"}
+    expected |= {"shard": "dp", "world": "world", "unknown": None}
     for rank, (ranks, kinds) in enumerate(run_ranks(_groups, 8, plan)):
         assert ranks == {axis.name: plan.grid.ranks(rank, axis.name) for axis in AXES}
         assert kinds == expected
@@ -85,14 +70,8 @@ def _timeouts(rank: int, plan: Plan) -> list[timedelta]:
 
 
 def test_all_groups_have_the_plans_timeout() -> None:
-    settings = {
-        "model.num_key_value_heads": 1,
-        "trainer.tp": 2,
-        "trainer.dp": 2,
-        "trainer.shard_group": 1,
-        "trainer.hang_timeout_seconds": 1000,
-    }
-    plan = resolve(make(**settings), 4)
+    layout = ("trainer.tp=2", "trainer.shard_group=1", "trainer.hang_timeout_seconds=1000")
+    plan = make_plan(4, *layout, "model.num_key_value_heads=1")
     expected = process_group_module._timeout(plan.config.trainer)
     assert expected > timedelta(minutes=30), "torch's and megatron-core's default"
     for timeouts in run_ranks(_timeouts, 4, plan):
@@ -121,8 +100,8 @@ def _destroyed(rank: int, plan: Plan, ends: list[BaseException | None]) -> list[
 def test_groups_are_destroyed_only_if_all_ranks_end() -> None:
     # NCCL's groups wait for all ranks when they are destroyed.
     ends = [None, Failed(), KeyboardInterrupt(), SystemExit(75)]
-    assert run_ranks(_destroyed, 2, resolve(make(**{"trainer.tp": 2}), 2), ends) == [[1, 0, 0, 1]] * 2
-    assert run_ranks(_destroyed, 1, resolve(make(), 1), ends) == [[1, 1, 1, 1]], "no other rank to wait for"
+    assert run_ranks(_destroyed, 2, make_plan(2, "trainer.tp=2"), ends) == [[1, 0, 0, 1]] * 2
+    assert run_ranks(_destroyed, 1, make_plan(1), ends) == [[1, 1, 1, 1]], "no other rank to wait for"
 
 
 class _Initialized(Exception):
@@ -131,7 +110,7 @@ class _Initialized(Exception):
 
 @pytest.mark.parametrize("binds", [False, True])
 def test_the_world_is_bound_to_the_device(binds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = resolve(make(), 1)
+    plan = make_plan(1)
     device, card = Cpu(), torch.device("cuda", 3)
     device.binds_process_group = binds  # type: ignore[misc]
     monkeypatch.setattr(process_group_module, "patch_mcore", lambda device: None)
@@ -147,7 +126,7 @@ def test_groups_of_a_bound_world_connect_at_their_first_use(monkeypatch: pytest.
     # torch connects a new group at once if the world is bound; most groups of megatron-core are not used.
     world = SimpleNamespace(bound_device_id=torch.device("cuda", 3))
     monkeypatch.setattr(dist.group.__class__, "WORLD", world)
-    with group_timeout(make().trainer):
+    with group_timeout(make_plan(1).config.trainer):
         assert world.bound_device_id is None
     assert world.bound_device_id == torch.device("cuda", 3)
 
