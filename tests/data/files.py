@@ -6,21 +6,27 @@ The samples of megatron-core's datasets are the oracle.
 from __future__ import annotations
 
 import io
+import json
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import sentencepiece
+import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
 from megatron_llama.corpus.blend import MEGATRON, BlendSegment
+from megatron_llama.corpus.splits import planned_timeline
+from megatron_llama.data.batches import build_data
+from megatron_llama.data.pretraining_samples import EndlessDataset, SampleStream
 from megatron_llama.data.resume_record import Record, make_record
 from megatron_llama.plan import Plan, resolve
+from megatron_llama.plan.data_schedules import RunPosition
 from tests.config.helpers import make
 from tests.ranks import run_ranks
 
@@ -55,6 +61,13 @@ def data_plan(prefixes: list[Any], world: int = 1, **changes: Any) -> Plan:
     """A plan that trains on these datasets, with sequences of 32 tokens."""
     settings = {"data.mock": False, "data.prefixes": prefixes, "data.seq_length": 32, "model.vocab_size": 20000}
     return resolve(make(**{**settings, "data.split": "80,20,0", **changes}), world)
+
+
+def stream_of(plan: Plan) -> SampleStream:
+    """A plan's training samples, without ranks."""
+    timeline = planned_timeline(plan.config.data)
+    prefixes = {prefix for segment in timeline.segments for prefix in segment.weights}
+    return SampleStream(timeline, {prefix: EndlessDataset(plan, prefix, 0) for prefix in prefixes})
 
 
 def train_tokenizer(path: Path, size: int = 300) -> Path:
@@ -124,3 +137,34 @@ def _run_texts(rank: int, plan: Plan, weights: dict[str, float] | None, counts: 
     config = config_of(data.length, plan.config.trainer.seed, cache, blend=blend, split=data.split)
     splits = BlendedMegatronDatasetBuilder(GPTDataset, [*counts, 0], lambda: True, config).build()
     return [[text(split[number]) for number in range(count)] for split, count in zip(splits, counts, strict=False)]
+
+
+Part = tuple[Plan, Record | None, int, int]
+"""A run: its plan, the record of the checkpoint from which it resumes, consumed samples, and samples to read."""
+
+
+class Reading(NamedTuple):
+    """Training samples of a run, its levels of difficulty, its record after these samples, and validation samples."""
+
+    samples: list[list[int]]
+    levels: list[tuple[int, dict[str, int]]]
+    record: Record
+    validation: list[list[int]]
+
+
+def read(*parts: Part) -> list[Reading]:
+    """Read samples of runs that start or resume, one after another."""
+    return run_ranks(_read, 1, parts)[0]
+
+
+def _read(rank: int, parts: Sequence[Part]) -> list[Reading]:
+    readings = []
+    for plan, record, consumed, count in parts:
+        data = build_data(plan, plan.topology(rank), torch.device("cpu"))
+        if record is not None:
+            data.resume(record, RunPosition(consumed // 8, consumed))
+        samples = [text(data.train.samples[consumed + number]) for number in range(count)]
+        levels = [(level.samples, dict(level.difficulties)) for level in data.train.levels]
+        validation = [text(each.samples[number]) for each in data.validation.values() for number in range(8)]
+        readings.append(Reading(samples, levels, json.loads(json.dumps(data.record(consumed + count))), validation))
+    return readings

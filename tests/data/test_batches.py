@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_llama.config import ConfigError, load_config
+from megatron_llama.config import ConfigError
 from megatron_llama.data import prefetch as prefetch_module
 from megatron_llama.data.batches import Batches, build_data
 from megatron_llama.data.mock import MockDataset
@@ -28,64 +28,60 @@ from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan, resolve
 from tests.config.helpers import make
 from tests.data.files import data_plan, megatron_record, write_indexed
-from tests.oracle import CPU, SMALL, on_ranks
+from tests.oracle import CPU, make_plan, on_ranks
 from tests.oracle import batches_of as batches_on_rank
-from tests.paths import CONF
 from tests.processes import wait_until
 from tests.ranks import run_ranks
+from tests.rows import each_layout
 
 GLOBAL_BATCH = 24
-LAYOUTS = [
-    {"tp": 1, "pp": 1, "dp": 1, "micro": 1},
-    {"tp": 1, "pp": 1, "dp": 1, "micro": 24},
-    {"tp": 2, "pp": 1, "dp": 2, "micro": 3},
-    {"tp": 1, "pp": 2, "dp": 3, "micro": 2},
-    {"tp": 2, "pp": 2, "dp": 4, "micro": 1},
-    {"tp": 1, "pp": 1, "dp": 8, "micro": 3},
-]
 
 
-class Counting:
-    """Sample i is i, everywhere."""
+class Watched:
+    """Sample i is i. Records reads, waits at a closed gate, and fails on request."""
+
+    def __init__(self, broken: int | None = None) -> None:
+        self.read: list[int] = []
+        self.threads: set[str] = set()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.broken = broken
 
     def __len__(self) -> int:
         return 10**6
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"tokens": torch.full((8,), index), "labels": torch.full((8,), -index), "loss_mask": torch.ones(8)}
+        self.gate.wait()
+        self.threads.add(threading.current_thread().name)
+        if index == self.broken:
+            raise OSError(f"sample {index} can't be read")
+        self.read.append(index)
+        return {"tokens": torch.full((4,), index), "labels": torch.full((4,), -index), "loss_mask": torch.ones(4)}
 
 
-def batches_of_all_ranks(layout: dict[str, int]) -> list[Batches]:
-    world = layout["tp"] * layout["pp"] * layout["dp"]
-    names = {"tp": "trainer.tp", "pp": "trainer.pp", "micro": "trainer.micro_batch_size"}
-    settings = {names[key]: value for key, value in layout.items() if key in names}
-    plan = resolve(make(**settings, **{"trainer.global_batch_size": GLOBAL_BATCH}), world)
-    return [Batches(Counting(), plan, plan.topology(rank), CPU) for rank in range(world)]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@each_layout(__file__, "batches")
 @pytest.mark.parametrize("step", [0, 1, 7])
-def test_a_step_is_its_samples_each_once(layout: dict[str, int], step: int) -> None:
+def test_a_step_is_its_samples_each_once(ranks: int, layout: list[str], step: int) -> None:
     """Tensor- and pipeline-parallel ranks work on the same samples; data-parallel ranks on different ones."""
+    plan = make_plan(ranks, *layout, f"trainer.global_batch_size={GLOBAL_BATCH}")
+    micro, dp = plan.config.trainer.micro_batch_size, plan.topology(0).sizes["dp"]
     samples: dict[int, list[list[int]]] = {}
-    for batches in batches_of_all_ranks(layout):
-        local = batches.at(step * GLOBAL_BATCH)
-        assert len(local) == GLOBAL_BATCH // (layout["micro"] * layout["dp"])
+    for topology in map(plan.topology, range(ranks)):
+        local = Batches(Watched(), plan, topology, CPU).at(step * GLOBAL_BATCH)
+        assert len(local) == GLOBAL_BATCH // (micro * dp)
         for batch in local:
-            assert batch.tokens.shape == (layout["micro"], 8)
+            assert batch.tokens.shape == (micro, 4)
             assert torch.equal(batch.labels, -batch.tokens)  # tokens and labels of the same sample
-        numbers = [number for batch in local for number in batch.tokens[:, 0].tolist()]
-        samples.setdefault(batches.topology.place["dp"], []).append(numbers)
-    assert all(len(same) == layout["tp"] * layout["pp"] for same in samples.values())
-    assert all(numbers == same[0] for same in samples.values() for numbers in same)
+        samples.setdefault(topology.place["dp"], []).append(sum(numbers(local), []))
+    assert len(samples) == dp and all(len(same) == ranks // dp for same in samples.values())
+    assert all(local == same[0] for same in samples.values() for local in same)
     together = sorted(number for same in samples.values() for number in same[0])
     assert together == [*range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)]
 
 
 def test_consumed_samples_need_not_be_whole_steps() -> None:
     # A checkpoint of a run with another global batch size: the position is a number of samples, not of steps.
-    (batches,) = batches_of_all_ranks({"tp": 1, "pp": 1, "dp": 1, "micro": 24})
-    assert batches.at(5)[0].tokens[:, 0].tolist() == list(range(5, 5 + GLOBAL_BATCH))
+    assert sum(numbers(batches_of(Watched()).at(5)), []) == [*range(5, 5 + READ_BATCH)]
 
 
 def test_mock_samples_are_a_function_of_seed_and_index() -> None:
@@ -116,28 +112,6 @@ def test_mock_data_of_a_run() -> None:
 
 READ_BATCH = 8
 PATIENCE_SECONDS = 60.0
-
-
-class Watched:
-    """Sample i is i. Records reads, waits at a closed gate, and fails on request."""
-
-    def __init__(self, broken: int | None = None) -> None:
-        self.read: list[int] = []
-        self.threads: set[str] = set()
-        self.gate = threading.Event()
-        self.gate.set()
-        self.broken = broken
-
-    def __len__(self) -> int:
-        return 10**6
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        self.gate.wait()
-        self.threads.add(threading.current_thread().name)
-        if index == self.broken:
-            raise OSError(f"sample {index} can't be read")
-        self.read.append(index)
-        return {"tokens": torch.full((4,), index), "labels": torch.full((4,), -index), "loss_mask": torch.ones(4)}
 
 
 def batches_of(samples: Watched) -> Batches:
@@ -323,38 +297,16 @@ class TokenSpans:
 
 
 Gradients = tuple[float, dict[str, torch.Tensor]]
-# Ranks, overrides, and the kernel of attention.
-MASKED_LAYOUTS = {
-    "plain": (1, [], "tiles"),
-    "tp2+sp": (2, ["trainer.tp=2"], "mask"),
-    "tp2": (2, ["trainer.tp=2", "trainer.sp=false"], "tiles"),
-    "tp4, copied kv heads": (4, ["trainer.tp=4", "trainer.sp=false"], "mask"),
-    "pp2": (2, ["trainer.pp=2"], "tiles"),
-    "pp2·vpp2": (2, ["trainer.pp=2", "trainer.vpp=2"], "tiles"),
-    "zero 3": (2, ["trainer.zero=3"], "mask"),
-    "window, pp2": (2, ["trainer.pp=2", "model.sliding_window=3"], "mask"),
-    "blocks, tp2+sp": (2, ["trainer.tp=2", "model.sparse_attention={block: 1, num_local_blocks: 2}"], "tiles"),
-    "selective": (1, ["trainer.recompute=selective"], "tiles"),
-    "full": (1, ["trainer.recompute=full"], "tiles"),
-    "micro batches of 4": (1, ["trainer.micro_batch_size=4"], "tiles"),
-    "lora": (1, ["finetune.method=lora", "finetune.lora_rank=2", "trainer.recompute=full"], "tiles"),
-    "bf16": (1, ["trainer.precision=bf16"], "tiles"),
-}
 
 
-@pytest.mark.parametrize(("ranks", "layout", "kernel"), MASKED_LAYOUTS.values(), ids=MASKED_LAYOUTS)
-def test_loss_and_gradients_are_those_of_each_document_alone(
-    ranks: int, layout: list[str], kernel: str, tmp_path: Path
-) -> None:
-    chooser = random.Random(5)
+@each_layout(__file__, "documents", "ranks, settings")
+def test_loss_and_gradients_are_those_of_each_document_alone(ranks: int, settings: list[str], tmp_path: Path) -> None:
+    (*layout, kernel), chooser = settings, random.Random(5)
     documents = [[chooser.randrange(64) for _ in range(chooser.randint(1, 20))] for _ in range(60)]
     prefix = write_indexed(tmp_path / "text", documents)
-    settings = [
-        *[setting for setting in SMALL if not setting.startswith("data=")],
-        *("data=redpajama", "data.tokenizer=null", f"data.prefixes=[{prefix}]", "data.split='1,0,0'"),
-        *("data.document_mask=true", f"data.cache_dir={tmp_path}"),
-    ]
-    plan = resolve(load_config([*settings, "data.mock=true", *layout], CONF), ranks)
+    data = ["data=redpajama", "data.tokenizer=null", f"data.prefixes=[{prefix}]", "data.split='1,0,0'"]
+    data += ["data.document_mask=true", f"data.cache_dir={tmp_path}", "data.mock=true"]
+    plan = make_plan(ranks, *data, *layout)
     plan.config.data.mock = False  # a rule allows LoRA on random weights for mock data only
     exact = "trainer.precision=bf16" not in layout
     for (loss, gradients), (other_loss, others) in on_ranks(_together_and_alone, plan, kernel):

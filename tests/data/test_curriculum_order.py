@@ -3,10 +3,8 @@ each layout and after a resume."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +16,13 @@ from data_prep import analyze
 from megatron_llama.config import ConfigError
 from megatron_llama.corpus.difficulty_index import open_difficulty_index
 from megatron_llama.corpus.splits import planned_timeline
-from megatron_llama.data.batches import Batches, Data, build_data
+from megatron_llama.data.batches import Batches
 from megatron_llama.data.curriculum_order import GroupSchedule, cut_sample, group_seed, levels_of
 from megatron_llama.data.pretraining_samples import EndlessDataset, SampleStream
-from megatron_llama.data.resume_record import Record
 from megatron_llama.plan import Plan
-from megatron_llama.plan.data_schedules import RunPosition, SequenceCut
-from tests.data.files import data_plan, numbered, text, write_indexed
+from megatron_llama.plan.data_schedules import SequenceCut
+from tests.data.files import data_plan, numbered, read, text, write_indexed
 from tests.oracle import CPU
-from tests.ranks import run_ranks
 
 LENGTH, GLOBAL_BATCH = 32, 8  # data_plan's
 Settings = dict[str, Any]
@@ -170,27 +166,6 @@ def test_cut_samples() -> None:
     assert cut_sample(sample, None) == [sample]
 
 
-# (plan, record of the checkpoint or None, position, samples to read)
-Part = tuple[Plan, Record | None, RunPosition, int]
-
-
-def read(parts: Sequence[Part]) -> list[tuple[list[list[int]], list[Any], Record]]:
-    """(samples, levels, record at their end) of consecutive runs that start or resume."""
-    return run_ranks(_read, 1, parts)[0]
-
-
-def _read(rank: int, parts: Sequence[Part]) -> list[Any]:
-    written = []
-    for plan, record, start, count in parts:
-        data: Data = build_data(plan, plan.topology(rank), CPU)
-        if record is not None:
-            data.resume(record, start)
-        texts = [data.train.samples[start.samples + number]["tokens"].tolist() for number in range(count)]
-        levels = [(level.samples, dict(level.difficulties)) for level in data.train.levels]
-        written.append((texts, levels, json.loads(json.dumps(data.record(start.samples + count)))))
-    return written
-
-
 @pytest.mark.parametrize("kind", ["pretrain", "sft"])
 def test_a_run_resumes_at_any_sample(prefix: str, kind: str, tmp_path: Path) -> None:
     metrics, changes = [BY_VALUE, BY_SHARE], {}
@@ -205,29 +180,25 @@ def test_a_run_resumes_at_any_sample(prefix: str, kind: str, tmp_path: Path) -> 
     other = graded_plan(prefix, *metrics, world=4, **changes, **{"trainer.steps": 45, "trainer.tp": 2})
     # Twice the batch from the 96th sample on: the same samples in half the steps. Earlier draws do not change.
     larger = graded_plan(prefix, *metrics, **changes, **{"trainer.global_batch_size": 16})
-    ((whole, levels, record),) = read([(plan, None, RunPosition(), 240)])
-    if kind == "sft":
-        assert max(len(set(sample)) for sample in whole[:8]) <= LENGTH
-    ((begun, _, stopped),) = read([(other, None, RunPosition(), 96)])
-    assert begun == whole[:96]
-    parts: list[Part] = [(plan, stopped, RunPosition(12, 96), 144), (larger, stopped, RunPosition(12, 96), 96)]
-    (repeated, same_levels, ended), (faster, other_levels, _) = read(parts)
-    assert repeated == whole[96:] and same_levels == levels and ended == record
-    past = [level for level in levels if level[0] <= 96]
-    assert faster != whole[96:192] and other_levels[: len(past)] == past and other_levels != levels
-    assert faster[:8] == whole[96:104], "the current level continues at its position"
+    whole, begun = read((plan, None, 0, 240), (other, None, 0, 96))
+    assert begun.samples == whole.samples[:96]
+    repeated, faster = read((plan, begun.record, 96, 144), (larger, begun.record, 96, 96))
+    assert repeated[:3] == (whole.samples[96:], whole.levels, whole.record)
+    past = [level for level in whole.levels if level[0] <= 96]
+    assert faster.samples != whole.samples[96:192] and faster.levels[: len(past)] == past
+    assert faster.levels != whole.levels
+    assert faster.samples[:8] == whole.samples[96:104], "the current level continues at its position"
 
 
 def test_a_curriculum_that_begins_later_begins_at_its_start(prefix: str) -> None:
     plain, graded = data_plan([prefix], **STEPS), graded_plan(prefix, BY_VALUE)
-    ((_, _, record),) = read([(plain, None, RunPosition(), 40)])
+    record = read((plain, None, 0, 40))[0].record
     record.pop("curriculum")  # a checkpoint of before there was one
-    ((samples, levels, stopped),) = read([(graded, record, RunPosition(5, 40), 80)])
-    assert levels[0] == (40, {"first": 150}) and stopped["levels"][0] == [40, {"first": 150}]
-    assert all(2 + sample[0] / 10 <= 400 for sample in samples)
-    ((rest, _, _),) = read([(graded, stopped, RunPosition(15, 120), 8)])
-    ((whole, _, _),) = read([(graded, record, RunPosition(5, 40), 88)])
-    assert [*samples, *rest] == whole
+    first, whole = read((graded, record, 40, 80), (graded, record, 40, 88))
+    assert first.levels[0] == (40, {"first": 150}) and first.record["levels"][0] == [40, {"first": 150}]
+    assert all(2 + sample[0] / 10 <= 400 for sample in first.samples)
+    (rest,) = read((graded, first.record, 120, 8))
+    assert [*first.samples, *rest.samples] == whole.samples
 
 
 def test_an_index_that_does_not_fit_is_refused(prefix: str, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from megatron_llama.train.loop import validate
 from tests.config.helpers import make
 from tests.data.files import data_plan, write_indexed
 from tests.messages import raises_with_message, unwrap
-from tests.oracle import SMALL, on_ranks, rank_data
+from tests.oracle import make_plan, on_ranks, rank_data
 from tests.paths import CONF
 from tests.ranks import RankFailed, run_ranks
 
@@ -215,12 +215,11 @@ def sft_overrides(tmp_path: Path, pack: bool) -> list[str]:
 
 @pytest.mark.parametrize("pack", [False, True])
 def test_loss_is_per_learned_token_of_the_global_batch_in_every_layout(tmp_path: Path, pack: bool) -> None:
-    overrides = [*SMALL, *sft_overrides(tmp_path, pack)]
-    plan = resolve(load_config(overrides, CONF), 1)
-    ((loss, norm, by_hand),) = on_ranks(_losses, plan)
+    overrides = sft_overrides(tmp_path, pack)
+    ((loss, norm, by_hand),) = on_ranks(_losses, make_plan(1, *overrides))
     assert loss == pytest.approx(by_hand, rel=1e-6)
     for ranks, layout in LAYOUTS:
-        for actual in on_ranks(_losses, resolve(load_config([*overrides, *layout], CONF), ranks)):
+        for actual in on_ranks(_losses, make_plan(ranks, *overrides, *layout)):
             assert actual[:2] == pytest.approx((loss, norm), rel=1e-5), layout
 
 
@@ -242,11 +241,11 @@ def _losses(plan: Plan, model: ParallelModel) -> tuple[float, float, float]:
 @pytest.mark.parametrize(("pack", "layout"), [(False, "trainer.zero=2"), (True, "trainer.pp=2")])
 def test_validation_is_on_every_example_once(tmp_path: Path, pack: bool, layout: str) -> None:
     held_out = write_set(tmp_path / "held_out", some_examples(21, first=7, vocabulary=64))
-    overrides = [*SMALL, *sft_overrides(tmp_path, pack), f"data.validation_prefixes=[{held_out}]"]
+    overrides = [*sft_overrides(tmp_path, pack), f"data.validation_prefixes=[{held_out}]"]
     overrides += ["trainer.val_every_steps=1", "model.initializer_range=0.3"]
-    ((actual, by_hand),) = on_ranks(_val_loss, resolve(load_config(overrides, CONF), 1))
+    ((actual, by_hand),) = on_ranks(_val_loss, make_plan(1, *overrides))
     assert actual == pytest.approx(by_hand, rel=1e-6)
-    for other, _ in on_ranks(_val_loss, resolve(load_config([*overrides, layout], CONF), 2)):
+    for other, _ in on_ranks(_val_loss, make_plan(2, *overrides, layout)):
         assert other == pytest.approx(actual, rel=1e-6)
 
 

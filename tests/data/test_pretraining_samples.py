@@ -19,13 +19,12 @@ import torch
 
 from megatron_llama.config import ConfigError
 from megatron_llama.corpus.indexed_format import IndexedDataset, read_index
-from megatron_llama.corpus.splits import planned_timeline
 from megatron_llama.data import epoch_index
 from megatron_llama.data.epoch_index import make_epoch, open_epoch
-from megatron_llama.data.pretraining_samples import EndlessDataset, SampleStream, build_streams
+from megatron_llama.data.pretraining_samples import build_streams
 from megatron_llama.plan import Plan
 from megatron_llama.system.errors import machine_fault
-from tests.data.files import data_plan, epoch_texts, numbered, run_texts, text, write_indexed
+from tests.data.files import data_plan, epoch_texts, numbered, run_texts, stream_of, text, write_indexed
 from tests.messages import unwrap
 from tests.ranks import run_ranks
 
@@ -33,13 +32,6 @@ LENGTH = 32
 Sample = dict[str, list[int]]
 Changes = dict[str, Any]
 VALIDATE: Changes = {"trainer.val_every_steps": 1}
-
-
-def stream_of(plan: Plan) -> SampleStream:
-    """A plan's training samples, without ranks."""
-    timeline = planned_timeline(plan.config.data)
-    prefixes = {prefix for segment in timeline.segments for prefix in segment.weights}
-    return SampleStream(timeline, {prefix: EndlessDataset(plan, prefix, 0) for prefix in prefixes})
 
 
 def samples_of(plan: Plan, train: int, validation: int = 0, world: int = 1) -> list[tuple[list[Sample], list[Sample]]]:

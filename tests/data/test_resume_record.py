@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import random
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +12,14 @@ import pytest
 
 from megatron_llama.config import ConfigError
 from megatron_llama.corpus.indexed_format import read_index
-from megatron_llama.data.batches import build_data
 from megatron_llama.data.megatron_order import build_megatron
 from megatron_llama.data.resume_record import Record, differences, make_record
 from megatron_llama.plan import Plan
-from megatron_llama.plan.data_schedules import RunPosition
-from tests.data.files import data_plan, megatron_record, numbered, run_texts, text, write_indexed
-from tests.oracle import CPU
+from tests.data.files import data_plan, megatron_record, numbered, read, run_texts, write_indexed
 from tests.ranks import run_ranks
 
 GLOBAL_BATCH = 8  # data_plan's
 Changes = dict[str, Any]
-# (plan, record of the checkpoint or None, consumed samples, whether there is a checkpoint at all, samples to read)
-Part = tuple[Plan, Record | None, int, bool, int]
 
 
 @pytest.fixture
@@ -39,37 +32,21 @@ def sets(tmp_path: Path) -> list[str]:
     ]
 
 
-def read(parts: Sequence[Part]) -> list[tuple[list[list[int]], list[list[int]], Record]]:
-    """(training samples, validation samples, record at their end) of consecutive runs that start or resume."""
-    return run_ranks(_read, 1, parts)[0]
-
-
-def _read(rank: int, parts: Sequence[Part]) -> list:
-    actual = []
-    for plan, record, consumed, has_checkpoint, count in parts:
-        data = build_data(plan, plan.topology(rank), CPU)
-        if has_checkpoint:
-            start = RunPosition(consumed // GLOBAL_BATCH, consumed)
-            data.resume(record or megatron_record(plan, consumed), start)
-        training = [text(data.train.samples[consumed + number]) for number in range(count)]
-        validation = [text(each.samples[number]) for each in data.validation.values() for number in range(8)]
-        actual.append((training, validation, json.loads(json.dumps(data.record(consumed + count)))))
-    return actual
-
-
 def test_a_stream_resumes_at_any_sample(sets: list[str]) -> None:
     chooser = random.Random(3)
     blend: list[Any] = [0.2, sets[0], 0.5, sets[1], 0.3, sets[2]]
     schedule = [{"samples": 100, "prefixes": [sets[2], sets[0]]}]
     plan = data_plan(blend, **{"data.schedule": schedule})
-    ((whole, _, record),) = read([(plan, None, 0, False, 200)])
+    (whole,) = read((plan, None, 0, 200))
+    record = whole.record
     assert len(record["segments"]) == 2 and record["order"] == "epochs"
     stops = [0, *sorted(chooser.sample(range(1, 200), 4)), 200]
     stopped: Record | None = None
     for first, last in zip(stops, stops[1:], strict=False):
         another = data_plan(blend, 4, **{"data.schedule": schedule, "trainer.steps": 1 + 9 * last, "trainer.tp": 2})
-        ((samples, _, stopped),) = read([(another, stopped, first, first > 0, last - first)])
-        assert samples == whole[first:last]
+        (part,) = read((another, stopped, first, last - first))
+        stopped = part.record
+        assert part.samples == whole.samples[first:last]
     assert stopped == record
 
 
@@ -86,34 +63,32 @@ def test_a_run_in_megatrons_order_resumes_in_that_order(sets: list[str], tmp_pat
     plan = data_plan(prefixes, **{"trainer.steps": 20, **VALIDATE})
     count = 20 * GLOBAL_BATCH
     before, held_out = run_texts(plan, shares, count, 8, tmp_path / "theirs")
-    ((new, _, _),) = read([(plan, None, 0, False, count)])
-    assert new != before, "the orders are the same here: nothing is shown"
-    (samples, validation, record), (second, resumed_validation, _) = read(
-        [(plan, None, 40, True, 50), (plan, None, 90, True, 70)]
-    )
-    assert samples == before[40:90] and second == before[90:] and validation == resumed_validation == held_out
-    assert record["order"] == "megatron" and record["segments"][0]["shuffled"] == count
-    stored, longer = record, data_plan(prefixes, **{"trainer.steps": 30, **VALIDATE})
-    ((rest, validation, record),) = read([(longer, stored, 90, True, 150)])
-    assert rest[:70] == before[90:] and validation == held_out
-    assert record["order"] == "epochs" and [s["first"] for s in record["segments"]] == [0, count]
+    assert read((plan, None, 0, count))[0].samples != before, "the orders are the same here: nothing is shown"
+    first, second = read(*((plan, megatron_record(plan, at), at, size) for at, size in ((40, 50), (90, 70))))
+    assert first.samples == before[40:90] and second.samples == before[90:]
+    assert first.validation == second.validation == held_out
+    assert first.record["order"] == "megatron" and first.record["segments"][0]["shuffled"] == count
+    longer = data_plan(prefixes, **{"trainer.steps": 30, **VALIDATE})
+    (rest,) = read((longer, first.record, 90, 150))
+    assert rest.samples[:70] == before[90:] and rest.validation == held_out
+    assert rest.record["order"] == "epochs" and [s["first"] for s in rest.record["segments"]] == [0, count]
     # Then each dataset continues in the new order, at its position, up to the sample by which blends differ; without
     # weights, tokens and whole sequences are shares that differ by a sample an epoch.
-    of_each = read([(data_plan([prefix]), None, 0, False, 240) for prefix in sets[:2]])
-    stood = record["segments"][1]["starts"]
+    of_each = read(*((data_plan([prefix]), None, 0, 240) for prefix in sets[:2]))
+    stood = rest.record["segments"][1]["starts"]
     for number, prefix in enumerate(sets[: 1 if kind == "one" else 2]):
         assert abs(stood[prefix] - sum(sample[0] // 5000 == number for sample in before)) <= (
             4 if kind == "unweighted" else 1
         )
-        of_this = [sample for sample in rest[70:] if sample[0] // 5000 == number]
-        assert of_this == of_each[number][0][stood[prefix] : stood[prefix] + len(of_this)]
+        of_this = [sample for sample in rest.samples[70:] if sample[0] // 5000 == number]
+        assert of_this == of_each[number].samples[stood[prefix] : stood[prefix] + len(of_this)]
 
 
 def test_a_longer_run_in_megatrons_order_begins_with_the_same_samples(sets: list[str]) -> None:
     plan, longer = (data_plan([0.25, sets[0], 0.75, sets[1]], **{"trainer.steps": steps}) for steps in (20, 50))
     record, unweighted = megatron_record(plan, 90), data_plan(sets)
-    (resumed, _, _), (same, _, _) = read([(longer, record, 90, True, 70), (plan, None, 90, True, 70)])
-    assert resumed == same
+    resumed, same = read((longer, record, 90, 70), (plan, record, 90, 70))
+    assert resumed.samples == same.samples
     assert differences(record, make_record(longer)) == []
     assert differences(megatron_record(unweighted, 8), make_record(unweighted)) == []
 
@@ -144,14 +119,14 @@ def _build_with_pickles(rank: int, plan: Plan, cache: Path) -> list[str]:
 def test_a_dataset_that_was_moved_is_the_same(sets: list[str], tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     plan = data_plan([0.5, sets[0], 0.5, sets[1]])
-    ((whole, _, _), (_, _, record)) = read([(plan, None, 0, False, 100), (plan, None, 0, False, 60)])
+    whole, begun = read((plan, None, 0, 100), (plan, None, 0, 60))
     for suffix in (".bin", ".idx"):
         shutil.move(sets[0] + suffix, tmp_path / "elsewhere" / ("z" + suffix))
     moved = str(tmp_path / "elsewhere" / "z")
     after = data_plan([0.5, moved, 0.5, sets[1]])
-    assert differences(record, make_record(after)) == [("data.prefixes", sets[0], moved, "moved")]
-    ((rest, _, record),) = read([(after, record, 60, True, 40)])
-    assert rest == whole[60:] and len(record["segments"]) == 1
+    assert differences(begun.record, make_record(after)) == [("data.prefixes", sets[0], moved, "moved")]
+    (rest,) = read((after, begun.record, 60, 40))
+    assert rest.samples == whole.samples[60:] and len(rest.record["segments"]) == 1
 
 
 def test_kinds_of_differences(sets: list[str], tmp_path: Path) -> None:
