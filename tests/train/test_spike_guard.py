@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,41 +14,38 @@ import torch.distributed as dist
 from megatron_llama.checkpoint.folder import folder_name, saved_steps
 from megatron_llama.checkpoint.manifest import Manifest, read_manifest
 from megatron_llama.config import ConfigError
-from megatron_llama.data.batches import build_data
 from megatron_llama.data.mock import MockDataset
 from megatron_llama.data.pretraining_samples import SampleStream
 from megatron_llama.devices import get_device
-from megatron_llama.parallel import ParallelModel, build_model, process_groups
+from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from megatron_llama.system.errors import TrainingFault
 from megatron_llama.train import stop_signals
+from megatron_llama.train.metrics_file import read_metrics
 from megatron_llama.train.run_rank import train_model
 from megatron_llama.train.spike_guard import SpikeGuard, SpikeLimit
 from tests.checkpoint.runner import make_plan
 from tests.config.helpers import make
 from tests.data.files import numbered, write_indexed
-from tests.oracle import CPU
+from tests.oracle import rank_data, rank_groups, rank_model
 from tests.ranks import RankFailed, run_ranks
+from tests.rows import each_layout
 
 RUN = (
     *("trainer.steps=16", "trainer.spike_window=8", "checkpoint.every_steps=4", "optim=constant"),
     *("optim.warmup_steps=0", "device.peak_tflops=0.01", "logging.tensorboard=false", "trainer.global_batch_size=8"),
 )
-LAYOUTS = [
-    (2, "trainer.tp=2"),
-    pytest.param(2, "trainer.pp=2", marks=pytest.mark.slow),
-    pytest.param(2, "trainer.dp=2", marks=pytest.mark.slow),
-    pytest.param(1, "trainer.tp=1", marks=pytest.mark.slow),
-]
 SPIKE_STEP = 10
 BAD = range(8 * (SPIKE_STEP - 1), 8 * SPIKE_STEP)
 """Samples of step 10."""
 Samples = Callable[[int], int]
+Records = list[dict[str, Any]]
+"""Lines of metrics.jsonl."""
 
 
 def run(
     world: int, folder: Path, *overrides: str, bad: range = BAD, number: Samples = int, fails_at: int | None = None
-) -> list[dict[str, Any]]:
+) -> Records:
     """Train; return metrics.jsonl. The loss of a step with a sample in ``bad`` is tenfold; ``number`` maps samples.
 
     ``fails_at``: a step that fails at its first try after a rewind.
@@ -57,12 +53,11 @@ def run(
     plan = make_plan(world, folder, *RUN, *overrides)
     folder.mkdir(exist_ok=True)
     run_ranks(_rank, world, plan, bad, number, fails_at)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_metrics(folder / "metrics.jsonl")
 
 
 def _rank(rank: int, plan: Plan, bad: range, number: Samples, fails_at: int | None) -> None:
-    topology, device = plan.topology(rank), get_device("cpu")
-    samples = MockDataset if plan.config.data.mock else SampleStream
+    device, samples = get_device("cpu"), MockDataset if plan.config.data.mock else SampleStream
     item, forward_backward = samples.__getitem__, ParallelModel.forward_backward
 
     def renumbered(self: Any, index: int) -> dict[str, torch.Tensor]:
@@ -88,9 +83,9 @@ def _rank(rank: int, plan: Plan, bad: range, number: Samples, fails_at: int | No
         patch.object(ParallelModel, "forward_backward", planted),
         patch.object(SpikeGuard, "after_step", fail),
     )
-    with patches[0], patches[1], patches[2], process_groups(plan, topology, device, CPU):
+    with patches[0], patches[1], patches[2], rank_groups(plan, rank):
         device.seed(plan.config.trainer.seed)
-        train_model(plan, topology, device, build_model(plan, topology, device, CPU), build_data(plan, topology, CPU))
+        train_model(plan, plan.topology(rank), device, rank_model(plan, rank), rank_data(plan))
 
 
 def saved(folder: Path, step: int) -> Manifest:
@@ -108,7 +103,7 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
     assert not [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
 
 
-def column(records: list[dict[str, Any]], name: str) -> list[Any]:
+def column(records: Records, name: str) -> list[Any]:
     return [record[name] for record in records]
 
 
@@ -170,17 +165,17 @@ def test_repeated_spikes_are_reported(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Records]:
     """Metrics of one process, by guard."""
     folder = tmp_path_factory.mktemp("one")
     return {kind: run(1, folder / kind, f"trainer.spike_guard={kind}") for kind in ("off", "skip", "rewind")}
 
 
-@pytest.mark.parametrize(("world", "layout"), LAYOUTS)
+@each_layout(__file__, "spike guard")
 def test_a_skipped_step_changes_no_weight_and_no_state(
-    tmp_path: Path, world: int, layout: str, one_process: dict[str, list[dict[str, Any]]]
+    tmp_path: Path, ranks: int, layout: list[str], one_process: dict[str, Records]
 ) -> None:
-    records = run(world, tmp_path / "run", layout, "trainer.spike_guard=skip", "checkpoint.every_steps=1")
+    records = run(ranks, tmp_path / "run", *layout, "trainer.spike_guard=skip", "checkpoint.every_steps=1")
     assert column(records, "spike_skipped_steps") == [0] * 9 + [1] * 7
     assert_equal(tensors(tmp_path / "run", 9), tensors(tmp_path / "run", 10))
     assert (saved(tmp_path / "run", 10).state.updates, saved(tmp_path / "run", 16).state.updates) == (9, 15)
@@ -189,7 +184,7 @@ def test_a_skipped_step_changes_no_weight_and_no_state(
     assert column(records, "consumed_samples") == [8 * step for step in range(1, 17)]
 
 
-def test_off_is_the_default_and_reports_nothing(one_process: dict[str, list[dict[str, Any]]]) -> None:
+def test_off_is_the_default_and_reports_nothing(one_process: dict[str, Records]) -> None:
     assert "spike_rewinds" not in one_process["off"][-1]
     off, skip = (column(one_process[kind], "reduced_train_loss") for kind in ("off", "skip"))
     assert off[:10] == skip[:10] and off[10:] != skip[10:]
@@ -203,10 +198,10 @@ def after_the_spike(index: int) -> int:
     return index if index < 64 else index + 16
 
 
-@pytest.mark.parametrize(("world", "layout"), LAYOUTS)
-def test_a_rewind_equals_a_run_without_the_data(tmp_path: Path, world: int, layout: str) -> None:
-    records = run(world, tmp_path / "run", layout, "trainer.spike_guard=rewind")
-    oracle = run(world, tmp_path / "oracle", layout, number=after_the_spike, bad=range(0))
+@each_layout(__file__, "spike guard")
+def test_a_rewind_equals_a_run_without_the_data(tmp_path: Path, ranks: int, layout: list[str]) -> None:
+    records = run(ranks, tmp_path / "run", *layout, "trainer.spike_guard=rewind")
+    oracle = run(ranks, tmp_path / "oracle", *layout, number=after_the_spike, bad=range(0))
     for name in ("step", "reduced_train_loss", "gradient_norm", "lr"):
         assert column(records, name) == column(oracle, name)
     assert_equal(tensors(tmp_path / "run", 16), tensors(tmp_path / "oracle", 16))
@@ -219,25 +214,19 @@ def test_a_rewind_equals_a_run_without_the_data(tmp_path: Path, world: int, layo
     assert state.consumed_samples == 8 * 16 + 16
 
 
-def test_a_run_that_is_killed_after_a_rewind_repeats_it(
-    tmp_path: Path, one_process: dict[str, list[dict[str, Any]]]
-) -> None:
+def test_a_run_that_is_killed_after_a_rewind_repeats_it(tmp_path: Path, one_process: dict[str, Records]) -> None:
     guard, whole = "trainer.spike_guard=rewind", one_process["rewind"]
     with pytest.raises(RankFailed, match="planted"):
         run(1, tmp_path / "killed", guard, "checkpoint.resume=never", fails_at=11)  # step 12 would be saved
-    assert read_last_step(tmp_path / "killed") == 11
+    assert read_metrics(tmp_path / "killed" / "metrics.jsonl")[-1]["step"] == 11
     resumed = run(1, tmp_path / "killed", guard)
     assert column(resumed, "reduced_train_loss") == column(whole, "reduced_train_loss")
     assert column(resumed, "spike_rewinds") == column(whole, "spike_rewinds")
 
 
-def read_last_step(folder: Path) -> int:
-    return int(json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"])
-
-
 @pytest.mark.parametrize("kind", ["skip", "rewind"])
 def test_resume_keeps_the_means_and_the_skipped_data(
-    tmp_path: Path, kind: str, one_process: dict[str, list[dict[str, Any]]]
+    tmp_path: Path, kind: str, one_process: dict[str, Records]
 ) -> None:
     run(1, tmp_path / "run", f"trainer.spike_guard={kind}", "trainer.steps=9")  # in the window before the spike
     run(1, tmp_path / "run", f"trainer.spike_guard={kind}", "trainer.steps=13")
@@ -250,7 +239,7 @@ def test_resume_keeps_the_means_and_the_skipped_data(
 
 
 @pytest.mark.slow
-def test_a_rewound_run_resumes_in_another_layout(tmp_path: Path, one_process: dict[str, list[dict[str, Any]]]) -> None:
+def test_a_rewound_run_resumes_in_another_layout(tmp_path: Path, one_process: dict[str, Records]) -> None:
     run(2, tmp_path / "run", "trainer.tp=2", "trainer.spike_guard=rewind", "trainer.steps=13")
     records = run(2, tmp_path / "run", "trainer.dp=2", "trainer.spike_guard=rewind")
     losses = column(one_process["rewind"], "reduced_train_loss")

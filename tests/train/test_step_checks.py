@@ -15,7 +15,7 @@ from megatron_llama.data.pretraining_samples import SampleStream
 from megatron_llama.devices import get_device
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel
-from megatron_llama.plan import Plan, format_plan, resolve
+from megatron_llama.plan import Plan, format_plan
 from megatron_llama.system.errors import TrainingFault
 from megatron_llama.train.loop import train, training_step, validate
 from megatron_llama.train.metrics_file import read_metrics
@@ -24,8 +24,9 @@ from megatron_llama.train.step_checks import StepGuard, check_every_gradient
 from tests.checkpoint.runner import Job
 from tests.data.files import data_plan, numbered, train_tokenizer, write_indexed
 from tests.messages import unwrap
-from tests.oracle import CPU, SMALL, RaggedSamples, batches_of, make_plan, on_ranks, rank_batches, rank_data
+from tests.oracle import CPU, RaggedSamples, batches_of, make_plan, on_ranks, rank_batches, rank_data
 from tests.paths import CONF
+from tests.rows import each_layout
 
 
 def test_a_weight_without_gradient_is_named() -> None:
@@ -188,17 +189,6 @@ def test_validation_is_the_mean_over_tokens_in_every_layout() -> None:
             assert other == pytest.approx(result, rel=1e-6), layout
 
 
-LAYOUTS = {
-    "tp2": (2, ["trainer.tp=2"]),
-    "pp2": (2, ["trainer.pp=2"]),
-    "pp2·vpp2": (2, ["trainer.pp=2", "trainer.vpp=2"]),
-    "dp2, zero 3": (2, ["trainer.zero=3"]),
-    "cp2": (2, ["trainer.cp=2"]),
-    "cp2·tp2+sp": (4, ["trainer.cp=2", "trainer.tp=2"]),
-    "cp2·pp2, ulysses": (4, ["trainer.cp=2", "trainer.pp=2", "trainer.cp_comm=ulysses"]),
-}
-
-
 @pytest.fixture(scope="module")
 def sampling(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     tokenizer = train_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.model")
@@ -225,11 +215,11 @@ def test_samples_continue_their_prompts(alone: list[str], sampling: list[str]) -
     assert on_ranks(continue_prompts, make_plan(1, *sampling, "logging.sample_prompts=[]"))[0] == []
 
 
-@pytest.mark.parametrize(("world", "layout"), LAYOUTS.values(), ids=LAYOUTS)
+@each_layout(__file__, "samples")
 def test_samples_are_the_same_in_every_layout(
-    world: int, layout: list[str], sampling: list[str], alone: list[str]
+    ranks: int, layout: list[str], sampling: list[str], alone: list[str]
 ) -> None:
-    assert on_ranks(continue_prompts, make_plan(world, *sampling, *layout)) == [alone] * world
+    assert on_ranks(continue_prompts, make_plan(ranks, *sampling, *layout)) == [alone] * ranks
 
 
 def test_samples_have_only_ids_of_the_tokenizer(sampling: list[str], tmp_path: Path) -> None:
@@ -329,13 +319,13 @@ def _losses(plan: Plan, model: ParallelModel) -> tuple[dict[str, float], dict[st
 
 
 def test_each_set_has_its_loss_in_every_layout(tmp_path: Path) -> None:
-    settings = [*SMALL, *write_sets(tmp_path), "trainer.val_every_steps=1", "model.initializer_range=0.3"]
-    ((metrics, by_hand),) = on_ranks(_losses, resolve(load_config(settings, CONF), 1))
+    settings = [*write_sets(tmp_path), "trainer.val_every_steps=1", "model.initializer_range=0.3"]
+    ((metrics, by_hand),) = on_ranks(_losses, make_plan(1, *settings))
     assert len(by_hand) == 3 and {name: metrics[name] for name in by_hand} == pytest.approx(by_hand, rel=1e-6)
     assert metrics["val_loss"] == pytest.approx(sum(by_hand.values()) / 3) and len({*by_hand.values()}) == 3
     assert len(metrics) == 2 * (1 + len(SIZES))
     for layout in ("trainer.zero=3", "trainer.cp=2"):
-        for other, _ in on_ranks(_losses, resolve(load_config([*settings, layout], CONF), 2)):
+        for other, _ in on_ranks(_losses, make_plan(2, *settings, layout)):
             assert other == pytest.approx(metrics, rel=1e-6), layout
 
 

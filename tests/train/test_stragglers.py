@@ -15,16 +15,15 @@ import torch.distributed as dist
 
 from megatron_llama.devices import get_device
 from megatron_llama.devices.base import FAULT_METRICS, FaultCounts
-from megatron_llama.plan import resolve
 from megatron_llama.system import phase
 from megatron_llama.system.phase import PhaseFile
 from megatron_llama.train import loop, stragglers, waits
 from megatron_llama.train.metrics import MetricsLogger
 from megatron_llama.train.metrics_file import read_metrics
 from megatron_llama.train.stragglers import WINDOW_STEPS, Stragglers, StragglerWatch
-from tests.config.helpers import make
 from tests.launch.small_runs import SMALL
-from tests.processes import run_train_py
+from tests.oracle import CPU
+from tests.processes import plan_of, run_train_py
 from tests.ranks import run_ranks
 
 
@@ -71,13 +70,17 @@ class FakeTime:
         return self.now
 
 
+def watch_of(ranks: int, clock: FakeTime, **device_methods: Any) -> StragglerWatch:
+    """Return the watch of data-parallel ranks with a simulated clock."""
+    device, stragglers.time = get_device("cpu"), clock  # type: ignore[assignment]
+    for name, method in {"record_event": clock.perf_counter, **device_methods}.items():
+        setattr(device, name, method)
+    return StragglerWatch(plan_of(ranks), device, cast(Any, SimpleNamespace(device=CPU)))
+
+
 def train_with_a_slow_rank(rank: int, slow: int | None) -> tuple[list[dict[str, float]], list[str], set[str], str]:
     """Run steps of 0.3 s: the slow rank works 0.3 s, the others work 0.1 s and wait 0.2 s."""
     clock, lines, awaited = FakeTime(), list[str](), set[str]()
-    stragglers.time = clock  # type: ignore[assignment]
-    plan = resolve(make(**{"trainer.dp": 3, "trainer.global_batch_size": 3}), 3)
-    device = get_device("cpu")
-    device.record_event = clock.perf_counter  # type: ignore[method-assign]
     waits.axis_of = lambda group: "dp"
     wait = dist.Work.wait
 
@@ -87,8 +90,7 @@ def train_with_a_slow_rank(rank: int, slow: int | None) -> tuple[list[dict[str, 
         return wait(work, *more)
 
     dist.Work.wait = waiting  # type: ignore[method-assign,assignment]
-    model = cast(Any, SimpleNamespace(device=torch.device("cpu")))
-    watch = StragglerWatch(plan, device, model)
+    watch = watch_of(3, clock)
     logger = SimpleNamespace(print_lines=lines.extend) if rank == 0 else None
     logged = []
     with watch.watching():
@@ -120,13 +122,9 @@ def test_waiting_ranks_are_not_slow() -> None:
 def count_faults(rank: int) -> tuple[list[dict[str, float]], list[str]]:
     """Run 40 steps of 30 s; faults of rank 1's device grow in steps 15 and 35."""
     clock, lines, logged = FakeTime(), list[str](), list[dict[str, float]]()
-    stragglers.time = clock  # type: ignore[assignment]
-    device = get_device("cpu")
-    device.record_event = clock.perf_counter  # type: ignore[method-assign]
     grown = [FaultCounts(), FaultCounts(2 * rank, rank), FaultCounts(2 * rank, rank, rank, 79 * rank)]
-    device.open_fault_counters = lambda: lambda: grown[int(clock.now > 450) + int(clock.now > 1050)]  # type: ignore
-    plan = resolve(make(**{"trainer.dp": 2, "trainer.global_batch_size": 2}), 2)
-    watch = StragglerWatch(plan, device, cast(Any, SimpleNamespace(device=torch.device("cpu"))))
+    counters = lambda: grown[int(clock.now > 450) + int(clock.now > 1050)]  # noqa: E731
+    watch = watch_of(2, clock, open_fault_counters=lambda: counters)
     logger = SimpleNamespace(print_lines=lines.extend) if rank == 0 else None
     for step in range(1, 41):
         with watch.step():
@@ -158,20 +156,19 @@ def test_faults_of_devices_are_reported_when_they_grow() -> None:
     ],
 )
 def test_collectives_that_overlap_count_once(waits_of_step: list[tuple[float, float]], work: float) -> None:
-    clock = FakeTime()
-    device = get_device("cpu")
-    marks = iter([0.0, *[mark for span in waits_of_step for mark in span]])
-    plan = resolve(make(**{"trainer.dp": 2, "trainer.global_batch_size": 2}), 2)
-    watch = StragglerWatch(plan, device, cast(Any, SimpleNamespace(device=torch.device("cpu"))))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stragglers, "time", clock)
-        patch.setattr(device, "record_event", lambda: next(marks))
-        with watch.step():
-            for _ in waits_of_step:
-                with watch._waiting("dp all_gather"):
-                    pass
-            clock.now += 1.0
-    assert watch._window == [pytest.approx(work)]
+    assert run_ranks(work_of_a_step, 1, waits_of_step) == [[pytest.approx(work)]]
+
+
+def work_of_a_step(rank: int, waits_of_step: list[tuple[float, float]]) -> list[float]:
+    """Return the work in a step of 1 s with these waits."""
+    clock, marks = FakeTime(), iter([0.0, *[mark for span in waits_of_step for mark in span]])
+    watch = watch_of(2, clock, record_event=lambda: next(marks))
+    with watch.step():
+        for _ in waits_of_step:
+            with watch._waiting("dp all_gather"):
+                pass
+        clock.now += 1.0
+    return watch._window
 
 
 def test_launcher_reads_the_awaited_collective(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.train.metrics import MetricsLogger
 from megatron_llama.train.metrics_file import read_metrics
 from megatron_llama.train.run_rank import run_rank
-from tests.data.files import data_plan, write_indexed
+from tests.data.files import write_indexed
 from tests.oracle import batches_of, make_plan, on_ranks
 from tests.ranks import run_ranks
 from tests.train.steps import PEAK, measured, plan_of
@@ -86,26 +86,12 @@ def test_consumed_tokens_are_exact_over_a_resume_in_another_layout(tmp_path: Pat
     write_indexed(tmp_path / "set_mask", [[1] * length for length in lengths], "B")
     prefix = write_indexed(tmp_path / "set", examples)
 
-    def run(world: int, **more: object) -> list[dict[str, float]]:
-        settings = {
-            "model.vocab_size": 64,
-            "model.hidden_size": 32,
-            "model.intermediate_size": 64,
-            "model.num_hidden_layers": 2,
-            "data.kind": "sft",
-            "data.pack": pack,
-            "data.seq_length": LENGTH,
-            "data.split": "1,0,0",
-            "trainer.global_batch_size": 4,
-            "trainer.steps": 6,
-            "checkpoint.every_steps": 2,
-            "checkpoint.keep": 10,
-            "logging.tensorboard": False,
-            "device.peak_tflops": 1.0,
-            "run.dir": str(tmp_path / "run"),
-        }
+    def run(world: int, *layout: str) -> list[dict[str, float]]:
+        data = ["data.mock=false", "data.kind=sft", f"data.pack={pack}", f"data.prefixes=[{prefix}]"]
+        settings = ["trainer.global_batch_size=4", "trainer.steps=6", "checkpoint.every_steps=2", "checkpoint.keep=10"]
+        quiet = ["logging.tensorboard=false", "device.peak_tflops=1", f"run.dir={tmp_path / 'run'}"]
         (tmp_path / "run").mkdir(exist_ok=True)
-        run_ranks(_train, world, data_plan([prefix], world, **{**settings, **more}))
+        run_ranks(_train, world, make_plan(world, *data, "data.split='1,0,0'", *settings, *quiet, *layout))
         return read_metrics(tmp_path / "run/metrics.jsonl")
 
     whole = run(1)
@@ -116,7 +102,7 @@ def test_consumed_tokens_are_exact_over_a_resume_in_another_layout(tmp_path: Pat
     assert state["consumed_tokens"] == whole[1]["consumed_tokens"]
     for step in (4, 6):
         shutil.rmtree(tmp_path / f"run/checkpoints/step_{step:08d}")
-    resumed = run(2, **{"trainer.zero": 1})
+    resumed = run(2, "trainer.zero=1")
     names = ("step", "consumed_samples", "consumed_tokens")
     assert [[line[name] for name in names] for line in resumed] == [[line[name] for name in names] for line in whole]
 
