@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_llama.config import ConfigError
 from megatron_llama.devices import compile_cache, device_named, get_device
 from megatron_llama.devices.compile_cache import FOLDER, confine_inductor, open_compile_cache
 from megatron_llama.launch.start import rank_environment
-from megatron_llama.parallel import build_model, process_groups
 from megatron_llama.parallel.compiling import Compiler
-from megatron_llama.plan import Plan
 from tests.messages import raises_with_message
-from tests.oracle import make_plan
-from tests.ranks import RankFailed, run_ranks
+from tests.oracle import make_plan, on_ranks
+from tests.ranks import RankFailed
 
 CPU = get_device("cpu")
 
@@ -70,13 +67,7 @@ def test_uncompiled_runs_compile_loops_into_the_cache(device: str, exact: bool, 
 def test_a_rank_of_exact_mode_checks_the_cache(open_folder: Path) -> None:
     plan = make_plan(1, "trainer.exact=true", f"trainer.compile_cache={open_folder}")
     with raises_with_message(RankFailed, "writable by all users"):
-        run_ranks(_build, 1, plan)
-
-
-def _build(rank: int, plan: Plan) -> None:
-    topology, cpu = plan.topology(rank), torch.device("cpu")
-    with process_groups(plan, topology, CPU, cpu):
-        build_model(plan, topology, CPU, cpu)
+        on_ranks(lambda plan, model: None, plan)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])

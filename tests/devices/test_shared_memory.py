@@ -30,7 +30,7 @@ from megatron_llama.topology import Grid, Topology
 from tests.devices.helpers import FAKES
 from tests.oracle import CPU, TOLERANCE, oracle, run_layout, worst
 from tests.ranks import RankFailed, run_ranks
-from tests.rows import read_layouts, rows
+from tests.rows import each_layout
 
 SLOT = 240
 """Bytes: divisible by the sizes of all dtypes and by 3 ranks, so that a test's tensors need several messages."""
@@ -243,7 +243,6 @@ def test_two_ranks(work: Callable[[int], None]) -> None:
     run_ranks(work, 2, timeout=60)
 
 
-LAYOUTS, QUICK = read_layouts(__file__)
 train_rank = tests.oracle.train_rank
 
 
@@ -267,7 +266,7 @@ def join_without_point_to_point(rank: int, folder: str) -> None:
     dist.init_process_group("neuron", store=store, rank=rank, world_size=world)
 
 
-@pytest.mark.parametrize(("ranks", "settings"), rows(LAYOUTS.items(), QUICK))
+@each_layout(__file__, names="ranks, settings")
 def test_the_same_bits(ranks: int, settings: list[str], log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_MOST_RANKS", 1)  # the stand-in's sums are gloo's
     sent = run_layout(ranks, *settings)
