@@ -67,7 +67,7 @@ def _write(folder: Path, form: str, arguments: Mapping[str, Any]) -> None:
 TABLE = Path(__file__).with_name("settings.txt")
 
 
-def test_settings_that_change_theour_model(plain: Path) -> None:
+def test_settings_that_change_the_model(plain: Path) -> None:
     """Each line of the table as Megatron-LM, Megatron-Bridge and NeMo 2 write it: accepted, or one message."""
     page = ""
     for line in TABLE.read_text().splitlines():
