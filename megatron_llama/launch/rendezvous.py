@@ -18,11 +18,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.launch.environment import ProcessContext, addresses_of, interface_of, is_loopback, local_address_to
 from megatron_llama.launch.job_store import SECRET, Board, JobStore, LaunchFailed, StoreLost
+from megatron_llama.launch.start_log import has_loaded
 from megatron_llama.launch.supervise import WATCHED
 from megatron_llama.system.exit_status import EXIT_FAILED
 from megatron_llama.system.signals import exit_with_parent
@@ -68,7 +70,7 @@ class StartMessage:
 
     run_dir: str
     restarted: bool
-    """Whether an earlier attempt of this launch started the run."""
+    """Whether an earlier attempt of this launch has loaded the state from which the run resumes."""
     tokens: tuple[str, ...]
     """Tokens of all processes by number: a process whose token is missing ignores the message."""
 
@@ -165,14 +167,11 @@ class Rendezvous:
         return list(reports.values())
 
     def agree_on_run_dir(self, run_dir: str) -> tuple[str, bool]:
-        """On process 0: return the run folder, and whether this is a restart by torchrun.
-
-        A restart keeps the folder of the first attempt; otherwise ``run_dir`` is used.
-        """
-        if not self._context.has_store:
-            return run_dir, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        earlier = self._store.get("run.dir") is not None
-        return self._store.set_default("run.dir", run_dir), earlier
+        """On process 0: return the run folder, and whether torchrun restarts a run that had loaded its state."""
+        earlier = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if self._context.has_store:  # a restart keeps the folder of the first attempt
+            earlier, run_dir = self._store.get("run.dir") is not None, self._store.set_default("run.dir", run_dir)
+        return run_dir, earlier and has_loaded(Path(run_dir))
 
     def open(self, nodes: Sequence[NodeInfo], run_dir: str, restarted: bool = False) -> StartMessage:
         """On process 0: send the start message; return when all processes have confirmed it. Raises as ``gather``.

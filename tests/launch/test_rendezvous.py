@@ -26,6 +26,7 @@ from megatron_llama.launch.failure_cause import is_peer_lost
 from megatron_llama.launch.job_store import JobStore, LaunchFailed, StoreLost
 from megatron_llama.launch.rendezvous import NodeInfo, Rendezvous
 from megatron_llama.system.signals import is_stopped
+from megatron_llama.train.metrics_file import START, append_start_line, note_loaded_step
 from tests.processes import PATIENCE_SECONDS, MakeLauncher, children, gone, host_store, run_command, state, wait_until
 from tests.ranks import check_threads
 
@@ -174,15 +175,13 @@ def test_processes_with_different_world_sizes_do_not_wait(port: socket.socket, c
         assert isinstance(error, ConfigError) and error.problems[0].field == "WORLD_SIZE", error
 
 
-def test_reports_of_an_earlier_attempt_do_not_count() -> None:
+def test_reports_of_an_earlier_attempt_do_not_count(tmp_path: Path) -> None:
     """torchrun keeps its store while agents come and go, and counts restarts on each agent alone."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def attempt(chosen: str) -> list[Any]:
-        first, second = [
-            Rendezvous(replace(context(rank, 2, port=store.port), launcher="torchrun", has_store=True, nodes=1))
-            for rank in (0, 1)
-        ]
+        under_torchrun = partial(replace, launcher="torchrun", has_store=True, nodes=1)
+        first, second = (Rendezvous(under_torchrun(context(rank, 2, port=store.port))) for rank in (0, 1))
         first.report(info(0))
         second.report(info(1))
 
@@ -196,11 +195,14 @@ def test_reports_of_an_earlier_attempt_do_not_count() -> None:
         assert not second.board().post_note("")
         together(partial(first.board().gather, "rank 0 hangs"), partial(second.board().gather, "rank 1 too"))
         assert second.board().post_note("")
+        note_loaded_step(tmp_path, 3)  # after a start in starts.jsonl
         return [sent.run_dir, sent.restarted, sent.attempt]
 
-    monday, tuesday = attempt("runs/monday"), attempt("runs/tuesday")
-    assert monday[:2] == ["runs/monday", False] and tuesday[:2] == ["runs/monday", True]
-    assert monday[2] != tuesday[2]
+    attempts = [attempt(str(tmp_path))]
+    append_start_line(tmp_path, {"event": START, "time": 1.0})  # it fails before the load
+    attempts += [attempt("runs/second"), attempt("runs/third")]
+    assert [each[:2] for each in attempts] == [[str(tmp_path), loaded] for loaded in (False, False, True)]
+    assert len({each[2] for each in attempts}) == 3
 
 
 def test_a_launcher_that_forks_ranks_hosts_the_store_in_a_process(launcher: MakeLauncher, tmp_path: Path) -> None:
