@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import filecmp
+import glob
 import hashlib
 import json
 import os
@@ -298,8 +299,8 @@ def remove_orphans(keep: str = "") -> int:
             with open(folder / _OWNER, encoding="utf-8") as file:
                 device, register = file.read().split(" ", 1)
                 if register:
-                    runs, pattern = Path(register).parents[2], "/".join(("*", *Path(register).parts[-2:]))
-                    texts = (path.read_text() for path in runs.glob(pattern))
+                    runs, names = Path(register).parents[2], map(glob.escape, Path(register).parts[-2:])
+                    texts = (path.read_text() for path in runs.glob("/".join(("*", *names))))
                     if os.stat(runs).st_dev != int(device) or any(folder.name in text for text in texts):
                         continue
                 if try_lock(file):

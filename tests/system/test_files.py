@@ -237,9 +237,9 @@ def test_orphaned_copies_are_removed(
 ) -> None:
     monkeypatch.setattr(files, "copies_folder", lambda: tmp_path / "copies")
     run, folder = tmp_path / "disk" / "run", tmp_path / "copies" / "0123"
-    write_atomically(run / "checkpoints" / "memory.json", '{"folder": "0123"}')
+    write_atomically(run / "linked [1]" / "memory.json", '{"folder": "0123"}')
     write_atomically(folder / "rank_00000.0.safetensors", bytes(1 << 20))
-    lock = own_folder(folder, f"{run}/checkpoints/memory.json")
+    lock = own_folder(folder, f"{run}/linked [1]/memory.json")
     if state != "locked":
         lock.close()
     if state != "exists":
@@ -247,7 +247,7 @@ def test_orphaned_copies_are_removed(
     if state == "on another disk":
         (folder / ".owner").write_text(f"1{(folder / '.owner').read_text()}")
     if state == "renamed":
-        write_atomically(run.with_name("other") / "checkpoints" / "memory.json", '{"folder": "0123"}')
+        write_atomically(run.with_name("other") / "linked [1]" / "memory.json", '{"folder": "0123"}')
     assert (remove_orphans("0123" if "started" in state else "") >= 1 << 20) == is_orphan != folder.exists()
 
 
