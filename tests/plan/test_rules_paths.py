@@ -137,7 +137,7 @@ CHECKPOINTS: dict[str, list[str]] = {
 
 
 def test_checkpoints_that_cannot_be_resumed(folder: Path) -> None:
-    rows = {name: problems_of(make(**{"checkpoint.resume": name})) for name in ("atuo", "runs/x")}
+    rows = {name: problems_of(make(**{"checkpoint.resume": name})) for name in ("atuo", "runs/x", "s3://a:b@c/d")}
     for name, files in CHECKPOINTS.items():
         Path(name).mkdir()
         touch(*(f"{name}/{file}" for file in files))

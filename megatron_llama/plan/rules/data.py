@@ -40,7 +40,7 @@ from megatron_llama.plan.data_schedules import MOST_LEVELS, first_steps
 from megatron_llama.plan.rules.layout import sequence_parts
 from megatron_llama.plan.rules.rule import reads
 from megatron_llama.system.missing_packages import pip_install
-from megatron_llama.system.object_store import RemotePath, is_url, missing_package
+from megatron_llama.system.object_store import RemotePath, is_plain_url, is_url, missing_package
 from megatron_llama.topology import Grid
 
 
@@ -313,11 +313,11 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
 
 def _checkpoint(config: Config, exists: Exists) -> Iterator[Problem]:
     resume = config.checkpoint.resume
-    if is_url(resume):  # rank 0 asks the store
+    if is_plain_url(resume):  # rank 0 asks the store
         return
     if resume not in ("auto", "never") and not exists(resume):
         advice = closest_match(resume, ("auto", "never")) or "auto, never, or the path of a checkpoint"
-        rule = "must be auto, never or the path of a checkpoint"
+        rule = "must be auto, never or the path of a checkpoint" + ", without credentials" * is_url(resume)
         yield Problem("checkpoint.resume", resume, rule, f"write checkpoint.resume={advice}")
     elif resume not in ("auto", "never") and os.path.isdir(resume):
         yield from _resumed_folder(Path(resume))
