@@ -328,11 +328,11 @@ def _state_of(folder: Location) -> State | None:
 
 
 def move_aside(checkpoints: Location, after: int = -1) -> str:
-    """Move the checkpoints after a step to a new folder ``checkpoints.N``; return a report, empty without any."""
+    """Move the checkpoints after a step to a new ``checkpoints.N`` on their disk; return a report, "" without any."""
     if not (steps := [step for step in saved_steps(checkpoints) if step > after]):
         return ""
-    number = 1
-    while _exists(aside := checkpoints.with_name(f"{checkpoints.name}.{number}")):
+    number, real = 1, checkpoints if after < 0 or isinstance(checkpoints, RemotePath) else checkpoints.resolve()
+    while _exists(aside := real.with_name(f"{real.name}.{number}")):
         number += 1
     if isinstance(checkpoints, RemotePath):
         files = {name for name in checkpoints.files() if name in (POINTER, BEST) or _is_in_checkpoint(name)}
