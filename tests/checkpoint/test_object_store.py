@@ -21,6 +21,7 @@ from tests.checkpoint.runner import Job, assert_same, kill_in_each_part, losses,
 from tests.messages import raises_with_message
 from tests.object_store import Store
 from tests.ranks import RankFailed
+from tests.rows import rows
 
 LAYOUT, EVERY_STEP, NO_SAVE = ["trainer.tp=2"], "checkpoint.every_steps=1", "checkpoint.save_last=false"
 
@@ -110,28 +111,61 @@ def _call(main: Callable[[], int], arguments: list[str]) -> int:
         return main()
 
 
-def _flip(store: Store, name: str) -> None:
-    content = store.get(name)
-    store.put(name, content[:-9] + bytes([content[-9] ^ 0x10]) + content[-8:])
+def _flipped(content: bytes, at: int = -9) -> bytes:
+    return content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :]
 
 
-DAMAGES: dict[str, tuple[str, Callable[[Store, str], object], str]] = {
-    "flipped": (".safetensors", _flip, "wrong hash of .* from row "),
-    "missing": (".safetensors", Store.delete, "there is no such"),
-    "no manifest": (NAME, Store.delete, ""),
+DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes] | None, str]] = {
+    "flipped": (".safetensors", _flipped, "wrong hash of .* from row "),
+    "truncated": (".safetensors", lambda content: content[:-5], r"has \d+ of \d+ bytes"),
+    "missing": (".safetensors", None, "there is no such"),
+    "manifest": (NAME, lambda content: _flipped(content, 600), f"{NAME}: "),
+    "empty manifest": (NAME, lambda content: b"", f"{NAME}: not JSON"),
+    "no manifest": (NAME, None, ""),
 }
+"""End of the object's name, its damaged content (None: deleted), message."""
 
 
-@pytest.mark.parametrize("name", ["flipped", pytest.param("missing", marks=pytest.mark.slow), "no manifest"])
-def test_an_older_one_is_used(name: str, store: Store, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    ending, damage, message = DAMAGES[name]
+def _damage(store: Store, name: str, change: Callable[[bytes], bytes] | None) -> None:
+    if change is None:
+        store.delete(name)
+    else:
+        store.put(name, change(store.get(name)))
+
+
+@pytest.mark.parametrize(("ending", "change", "message"), rows(DAMAGES.items(), {"flipped", "no manifest"}))
+def test_an_older_one_is_used(
+    ending: str,
+    change: Callable[[bytes], bytes] | None,
+    message: str,
+    store: Store,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture,
+) -> None:
     remote = f"checkpoint.dir={store.url('run')}"
     run(1, tmp_path / "run", EVERY_STEP, remote, until=2)
     names = [each for each in store.names() if each.startswith("run/step_00000002") and each.endswith(ending)]
-    damage(store, names[-1])
+    _damage(store, names[-1], change)
     after = run(1, tmp_path / "other", remote, until=2)
     assert after.started_at == 1 and re.search(message, capfd.readouterr().err)
     check_only_published(store, [2, 1])  # the damaged one is replaced
+
+
+@pytest.mark.slow
+def test_damage_of_all_checkpoints_and_of_values_that_another_layout_reads(store: Store, tmp_path: Path) -> None:
+    remote = f"checkpoint.dir={store.url('run')}"
+    run(2, tmp_path / "run", *LAYOUT, EVERY_STEP, remote, until=2)
+    files = [each for each in store.names() if each.endswith(".safetensors")]
+    second = next(each for each in files if each.startswith("run/step_00000002/rank_00001."))
+    _damage(store, second, lambda content: _flipped(content, -6000))
+    for ranks, layout in ((1, []), (2, ["trainer.pp=2"])):
+        assert run(ranks, tmp_path / "run", *layout, remote, NO_SAVE).started_at == 1
+    for each in files:
+        _damage(store, each, lambda content: content[:-5])
+    with raises_with_message(RankFailed, "ConfigError.*all checkpoints are damaged.*checkpoint.resume=never"):
+        run(2, tmp_path / "run", *LAYOUT, remote)
+    assert saved_steps(RemotePath(store.url("run"))) == [2, 1]
+    assert run(2, tmp_path / "run", *LAYOUT, remote, "checkpoint.resume=never", NO_SAVE).started_at == 0
 
 
 def test_a_second_run_stops_the_first(store: Store, tmp_path: Path) -> None:
