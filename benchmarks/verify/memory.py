@@ -24,8 +24,6 @@ from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from benchmarks.help_format import HelpFormatter
-
 WATCHED_STEP = 3
 WEIGHTS, STATES, GRADIENTS, LOGITS, OTHER = "weights", "optimizer states", "gradients", "logits", "other"
 COMPONENTS = (WEIGHTS, STATES, GRADIENTS, LOGITS, OTHER)
@@ -139,7 +137,10 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int]:
 
 def parse_args() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
+    summary, command, *paragraphs = (__doc__ or "").split("\n\n")
+    parser = argparse.ArgumentParser(
+        usage=f"{command.strip()}\n", description="\n\n".join([summary, *paragraphs]), allow_abbrev=False
+    )
     parser.add_argument("program", metavar="TRAIN_PY", type=Path, help="path of a train.py")
     parser.add_argument("settings", metavar="SETTING", nargs=argparse.REMAINDER, help="arguments of TRAIN_PY")
     return parser.parse_args()
