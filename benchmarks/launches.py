@@ -106,7 +106,7 @@ def count(runtime: Runtime, folder: Path, length: int, mode: str, layers: int) -
         # Inductor estimates the bytes of its kernels only if it may benchmark them.
         settings = {ACCESSES: "1", "TORCHINDUCTOR_BENCHMARK_KERNEL": "1"}
         shutil.rmtree(runs, ignore_errors=True)
-        logs = runtime.start([train_words(runs, overrides)], runs, 1, settings).check().logs
+        logs = runtime.start(train_words(runs, overrides), runs, 1, settings).check().logs
         print(runs.name, "counted", flush=True)
     return Work.of(logs[0].steps[MEASURED_STEP])
 

@@ -75,7 +75,7 @@ def main() -> int:
         for number, (name, words) in enumerate(PRECISIONS.items()):
             run, cache = Path(work, str(number)), Path(work, f"cache{number}")
             settings = {CACHE: str(cache), "TORCHINDUCTOR_CACHE_DIR": f"{cache}.inductor"}
-            runtime.start([train_words(run, (*SHAPE, *words))], run, 1, settings).check()
+            runtime.start(train_words(run, (*SHAPE, *words)), run, 1, settings).check()
             kernels = sorted(cache.rglob("*.ttir"))
             for architecture, capability in ARCHITECTURES.items():
                 sizes = [size for kernel in kernels if (size := compile_for(kernel, capability)) is not None]

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,34 +16,21 @@ import torch.distributed as dist
 from megatron_llama.checkpoint.memory_copies import MemoryCopies
 from megatron_llama.parallel import ParallelModel
 
+Mistake = Callable[[ParallelModel, Any], None]
+"""A change of a model or its micro batches, before the forward pass."""
+
 
 @contextmanager
-def missing_event() -> Iterator[None]:
-    """Streams do not wait for events."""
+def _without(place: type, *names: str) -> Iterator[None]:
+    """Let these methods do nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("wait_event", "wait_stream"):
-            patch.setattr(torch.cuda.Stream, name, lambda *_: None)
+        for name in names:
+            patch.setattr(place, name, lambda *_: None)
         yield
 
 
 @contextmanager
-def early_reuse() -> Iterator[None]:
-    """Memory that a second stream still uses is free for the first one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-        yield
-
-
-@contextmanager
-def early_update() -> Iterator[None]:
-    """An update does not wait for the copy in memory."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MemoryCopies, "hold_updates", lambda *_: None)
-        yield
-
-
-@contextmanager
-def _before_the_forward_pass(change: Callable[[ParallelModel, Any], None]) -> Iterator[None]:
+def _before_the_forward_pass(change: Mistake) -> Iterator[None]:
     count = ParallelModel.count
 
     def changed(self: ParallelModel, microbatches: Any) -> Any:
@@ -54,69 +42,48 @@ def _before_the_forward_pass(change: Callable[[ParallelModel, Any], None]) -> It
         yield
 
 
-def host_read() -> AbstractContextManager[None]:
+def host_read(model: ParallelModel, microbatches: Any) -> None:
     """The host reads a label."""
-    return _before_the_forward_pass(lambda model, microbatches: microbatches[0].labels.max().item())
+    microbatches[0].labels.max().item()
 
 
-def tensor_on_the_cpu() -> AbstractContextManager[None]:
+def tensor_on_the_cpu(model: ParallelModel, microbatches: Any) -> None:
     """The tokens of the first micro batch are on the CPU."""
-
-    def move(model: ParallelModel, microbatches: Any) -> None:
-        microbatches[0] = replace(microbatches[0], tokens=microbatches[0].tokens.cpu())
-
-    return _before_the_forward_pass(move)
+    microbatches[0] = replace(microbatches[0], tokens=microbatches[0].tokens.cpu())
 
 
-def other_order() -> AbstractContextManager[None]:
+def other_order(model: ParallelModel, microbatches: Any) -> None:
     """Rank 1 calls two collectives in the other order."""
-
-    def call(model: ParallelModel, microbatches: Any) -> None:
-        value = torch.zeros(4, device=model.device)
-        calls: list[Callable[[], Any]] = [lambda: dist.all_reduce(value), lambda: dist.broadcast(value, 0)]
-        for collective in calls if dist.get_rank() == 0 else reversed(calls):
-            collective()
-
-    return _before_the_forward_pass(call)
+    value = torch.zeros(4, device=model.device)
+    calls: list[Callable[[], Any]] = [lambda: dist.all_reduce(value), lambda: dist.broadcast(value, 0)]
+    for collective in calls if dist.get_rank() == 0 else reversed(calls):
+        collective()
 
 
-def other_size() -> AbstractContextManager[None]:
+def other_size(model: ParallelModel, microbatches: Any) -> None:
     """Rank 1 sums more numbers than rank 0."""
-
-    def call(model: ParallelModel, microbatches: Any) -> None:
-        dist.all_reduce(torch.zeros(4 + dist.get_rank(), device=model.device))
-
-    return _before_the_forward_pass(call)
+    dist.all_reduce(torch.zeros(4 + dist.get_rank(), device=model.device))
 
 
-def out_of_memory() -> AbstractContextManager[None]:
+def out_of_memory(model: ParallelModel, microbatches: Any) -> None:
     """Rank 1 allocates more memory than the device has."""
-
-    def allocate(model: ParallelModel, microbatches: Any) -> None:
-        if dist.get_rank() == 1:
-            torch.empty(1 << 42, dtype=torch.uint8, device=model.device)
-
-    return _before_the_forward_pass(allocate)
+    if dist.get_rank() == 1:
+        torch.empty(1 << 42, dtype=torch.uint8, device=model.device)
 
 
-def hang() -> AbstractContextManager[None]:
+def hang(model: ParallelModel, microbatches: Any) -> None:
     """Rank 1 waits for ever."""
-
-    def wait(model: ParallelModel, microbatches: Any) -> None:
-        while dist.get_rank() == 1:
-            signal.pause()
-
-    return _before_the_forward_pass(wait)
+    while dist.get_rank() == 1:
+        signal.pause()
 
 
+MISTAKES = (host_read, tensor_on_the_cpu, other_order, other_size, out_of_memory, hang)
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "missing event": missing_event,
-    "early reuse": early_reuse,
-    "early update": early_update,
-    "host read": host_read,
-    "tensor on the CPU": tensor_on_the_cpu,
-    "other order": other_order,
-    "other size": other_size,
-    "out of memory": out_of_memory,
-    "hang": hang,
+    # Streams do not wait for events.
+    "missing_event": partial(_without, torch.cuda.Stream, "wait_event", "wait_stream"),
+    # Memory that a second stream still uses is free for the first one.
+    "early_reuse": partial(_without, torch.Tensor, "record_stream"),
+    # An update does not wait for the copy in memory.
+    "early_update": partial(_without, MemoryCopies, "hold_updates"),
+    **{mistake.__name__: partial(_before_the_forward_pass, mistake) for mistake in MISTAKES},
 }

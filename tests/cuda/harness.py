@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ STARTUP = Path(__file__).with_name("startup")
 SHARED_MEMORY = "/dev/shm"
 LIMIT_SECONDS = 400  # a busy machine may need minutes for what takes 10 s
 SECONDS_AFTER_FAILURE = 5  # peers of a failed process report their errors
-POLL_SECONDS = 0.05
 BUILT = "HOST_CUDA_BUILT"
 """Variable with a folder of ``python -m tests.cuda.build``, which saves the build in repeated sessions."""
 Action = Callable[[int], None]
@@ -147,25 +145,21 @@ class Runtime:
 
     def spawn(self, folder: Path, *overrides: str, devices: int, **settings: str) -> Run:
         """Run ``train`` with a Python process for the command and for each rank, as on a GPU."""
-        return self.start([train_words(folder, overrides)], folder, devices, settings)
+        return self.start(train_words(folder, overrides), folder, devices, settings)
 
-    def start(self, commands: Sequence[Sequence[str]], folder: Path, devices: int, settings: dict[str, str]) -> Run:
-        """Run Python once per command, at the same time; wait for all. The status is the first that is not 0."""
+    def start(self, words: Sequence[str], folder: Path, devices: int, settings: dict[str, str]) -> Run:
+        """Run Python."""
         log = _next_log(folder)
-        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="host-cuda-") as shared:
-            processes, files = [], []
-            for number, words in enumerate(commands):
-                rank = {"RANK": str(number)} if len(commands) > 1 else {}
-                more = {"HOST_CUDA_LOG": str(log), "HOST_CUDA_SHARED": shared, **settings, **rank}
-                files.append(folder / f"{log.name}.{number}.output")
-                with files[-1].open("w") as output:
-                    command, variables = [sys.executable, *words], self.environment(devices, **more)
-                    processes.append(
-                        subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT)
-                    )
-            statuses = _wait(processes)
-        text = "\n".join(file.read_text(errors="replace") for file in files)
-        return Run(next(filter(None, statuses), 0), text, read_logs(log))
+        output = folder / f"{log.name}.0.output"
+        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="host-cuda-") as shared, output.open("w") as file:
+            more = {"HOST_CUDA_LOG": str(log), "HOST_CUDA_SHARED": shared, **settings}
+            command, variables = [sys.executable, *words], self.environment(devices, **more)
+            process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=file, stderr=subprocess.STDOUT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LIMIT_SECONDS)
+            process.kill()
+            status = process.wait()
+        return Run(status, output.read_text(errors="replace"), read_logs(log))
 
 
 def train_words(folder: Path, overrides: Sequence[str]) -> list[str]:
@@ -185,20 +179,3 @@ def open_runtime(folder: Path) -> Runtime:
         return Runtime(Path(built))
     build(folder)
     return Runtime(folder)
-
-
-def _wait(processes: list[subprocess.Popen]) -> list[int]:
-    """Wait for all processes; end the others soon after one has failed. Return their statuses."""
-    deadline = time.monotonic() + LIMIT_SECONDS
-    failed = False
-    try:
-        while any(process.poll() is None for process in processes):
-            if time.monotonic() > deadline:
-                break
-            if not failed and any(process.returncode for process in processes):
-                failed, deadline = True, time.monotonic() + SECONDS_AFTER_FAILURE
-            time.sleep(POLL_SECONDS)
-    finally:
-        for process in processes:
-            process.kill()
-    return [process.wait() for process in processes]

@@ -45,7 +45,7 @@ def test_out_of_memory(runtime: Runtime, tmp_path: Path) -> None:
 def test_a_rank_without_memory_is_reported_at_once(runtime: Runtime, tmp_path: Path) -> None:
     """NCCL waits for the other ranks at the end of a group, but a failed rank does not."""
     settings = ("trainer.zero=1", f"trainer.hang_timeout_seconds={LIMIT_SECONDS}")
-    run = runtime.train(tmp_path, *settings, devices=2, **{FAULT: "out of memory"})
+    run = runtime.train(tmp_path, *settings, devices=2, **{FAULT: "out_of_memory"})
     assert run.status == EXIT_FAILED
     assert "OutOfMemoryError: CUDA out of memory" in run.output.splitlines()[-1], run.output[-2000:]
     assert "Rank 1 of 2 failed" in run.output and "no progress" not in run.output
@@ -72,7 +72,7 @@ def test_the_watchdog_ends_a_hang(runtime: Runtime, tmp_path: Path) -> None:
     run = runtime.train(tmp_path, *settings, devices=2, **{FAULT: "hang"})
     assert run.status == EXIT_FAILED
     assert "no progress" in run.output.splitlines()[-1]
-    assert "Stacks of rank 1" in run.output and "in wait" in run.output
+    assert "Stacks of rank 1" in run.output and "in hang" in run.output, run.output[-4000:]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_prove_gpu_runs_to_its_end(runtime: Runtime, tmp_path: Path) -> None:
     """All parts, the table, the page and the status. Parts that compare numbers fail: kernels compute nothing."""
     folder = tmp_path / "results"
     words = [str(SCRIPTS / "prove_gpu.py"), "--small", "--minutes", "6", "--output", str(folder)]
-    run = runtime.start([words], tmp_path, 2, {})
+    run = runtime.start(words, tmp_path, 2, {})
     assert run.status == 1, run.output[-4000:]  # a part failed, and the command did not
     record = json.loads((folder / "results.json").read_text())
     names = [part.name for part in parts()]

@@ -25,9 +25,9 @@ def pretend_driver_file() -> None:
 
 
 class AfterImport(MetaPathFinder):
-    """Calls a function of each module of ``actions`` after the module's code has run."""
+    """Calls a function of ``in_process.py`` with each module of ``actions`` after the module's code has run."""
 
-    def __init__(self, actions: dict[str, Callable[[ModuleType], None]]) -> None:
+    def __init__(self, actions: dict[str, str]) -> None:
         self._actions = actions
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
@@ -39,46 +39,22 @@ class AfterImport(MetaPathFinder):
         return spec
 
     @staticmethod
-    def _followed(loader: Loader, action: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    def _followed(loader: Loader, action: str) -> Callable[[ModuleType], None]:
         execute = loader.exec_module
 
         def execute_and_act(module: ModuleType) -> None:
             execute(module)
-            action(module)
+            getattr(importlib.import_module("tests.cuda.in_process"), action)(module)
 
         return execute_and_act
-
-
-def _collectives(module: ModuleType) -> None:
-    from tests.cuda import in_process
-
-    in_process.compute_object_collectives_on_the_host(module)
-
-
-def _replicas(module: ModuleType) -> None:
-    from tests.cuda import in_process
-
-    in_process.compare_copies_on_the_host(module)
-
-
-def _loop(module: ModuleType) -> None:
-    from tests.cuda import in_process
-
-    in_process.prepare_steps(module)
-
-
-def _triton(module: ModuleType) -> None:
-    from tests.cuda import in_process
-
-    in_process.record_triton_kernels(module)
 
 
 if "HOST_CUDA_LIBRARIES" in os.environ:
     pretend_driver_file()
     actions = {
-        "torch.distributed.distributed_c10d": _collectives,
-        "megatron_llama.parallel.compare_copies": _replicas,
-        "megatron_llama.train.loop": _loop,
-        "torch._inductor.runtime.triton_heuristics": _triton,
+        "torch.distributed.distributed_c10d": "compute_object_collectives_on_the_host",
+        "megatron_llama.parallel.compare_copies": "compare_copies_on_the_host",
+        "megatron_llama.train.loop": "prepare_steps",
+        "torch._inductor.runtime.triton_heuristics": "record_triton_kernels",
     }
     sys.meta_path.insert(0, AfterImport(actions))
