@@ -123,7 +123,10 @@ def count_faults(rank: int) -> tuple[list[dict[str, float]], list[str]]:
     """Run 40 steps of 30 s; faults of rank 1's device grow in steps 15 and 35."""
     clock, lines, logged = FakeTime(), list[str](), list[dict[str, float]]()
     grown = [FaultCounts(), FaultCounts(2 * rank, rank), FaultCounts(2 * rank, rank, rank, 79 * rank)]
-    counters = lambda: grown[int(clock.now > 450) + int(clock.now > 1050)]  # noqa: E731
+
+    def counters() -> FaultCounts:
+        return grown[int(clock.now > 450) + int(clock.now > 1050)]
+
     watch = watch_of(2, clock, open_fault_counters=lambda: counters)
     logger = SimpleNamespace(print_lines=lines.extend) if rank == 0 else None
     for step in range(1, 41):
