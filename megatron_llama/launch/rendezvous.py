@@ -168,10 +168,11 @@ class Rendezvous:
 
     def agree_on_run_dir(self, run_dir: str) -> tuple[str, bool]:
         """On process 0: return the run folder, and whether torchrun restarts a run that had loaded its state."""
-        earlier = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        earlier, began = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0", 0.0
         if self._context.has_store:  # a restart keeps the folder of the first attempt
             earlier, run_dir = self._store.get("run.dir") is not None, self._store.set_default("run.dir", run_dir)
-        return run_dir, earlier and has_loaded(Path(run_dir))
+            began = float(self._store.set_default("began", f"{time.time():.3f}"))
+        return run_dir, earlier and has_loaded(Path(run_dir), since=began)
 
     def open(self, nodes: Sequence[NodeInfo], run_dir: str, restarted: bool = False) -> StartMessage:
         """On process 0: send the start message; return when all processes have confirmed it. Raises as ``gather``.

@@ -1,9 +1,7 @@
 """starts.jsonl: a line at each start of a run, when rank 0 has loaded its checkpoint, and at the end.
 
-Process 0 writes the starts and ends; reports read the file.
-
-A killed process writes no end. The file is replaced, never opened for writing, so that a link or a pipe in its place
-cannot block or redirect a run; a failure is a warning.
+Process 0 writes the starts and ends; reports read the file. A killed process writes no end. The file is replaced, never
+opened for writing, so that a link or a pipe in its place cannot block or redirect a run; a failure is a warning.
 """
 
 from __future__ import annotations
@@ -123,10 +121,11 @@ def command_of_process() -> str:
     return shlex.join([os.path.basename(sys.orig_argv[0]), *sys.orig_argv[1:]])
 
 
-def has_loaded(folder: Path) -> bool:
-    """Return whether the last start has loaded the state from which it resumed; True if that is unknown."""
+def has_loaded(folder: Path, since: float | None = None) -> bool:
+    """Return whether the last start, or one after the time ``since``, has loaded its state; True if unknown."""
     with suppress(OSError, IndexError):
-        return read_starts(folder)[0][-1].loaded
+        starts = read_starts(folder)[0]
+        return starts[-1].loaded if since is None else any(each.loaded for each in starts if each.time >= since)
     return True
 
 

@@ -24,6 +24,7 @@ from tests.ranks import RankFailed
 from tests.rows import rows
 
 LAYOUT, EVERY_STEP, NO_SAVE = ["trainer.tp=2"], "checkpoint.every_steps=1", "checkpoint.save_last=false"
+Change = Callable[[bytes], bytes] | None
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +116,7 @@ def _flipped(content: bytes, at: int = -9) -> bytes:
     return content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :]
 
 
-DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes] | None, str]] = {
+DAMAGES: dict[str, tuple[str, Change, str]] = {
     "flipped": (".safetensors", _flipped, "wrong hash of .* from row "),
     "truncated": (".safetensors", lambda content: content[:-5], r"has \d+ of \d+ bytes"),
     "missing": (".safetensors", None, "there is no such"),
@@ -126,7 +127,7 @@ DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes] | None, str]] = {
 """End of the object's name, its damaged content (None: deleted), message."""
 
 
-def _damage(store: Store, name: str, change: Callable[[bytes], bytes] | None) -> None:
+def _damage(store: Store, name: str, change: Change) -> None:
     if change is None:
         store.delete(name)
     else:
@@ -135,12 +136,7 @@ def _damage(store: Store, name: str, change: Callable[[bytes], bytes] | None) ->
 
 @pytest.mark.parametrize(("ending", "change", "message"), rows(DAMAGES.items(), {"flipped", "no manifest"}))
 def test_an_older_one_is_used(
-    ending: str,
-    change: Callable[[bytes], bytes] | None,
-    message: str,
-    store: Store,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture,
+    ending: str, change: Change, message: str, store: Store, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
     remote = f"checkpoint.dir={store.url('run')}"
     run(1, tmp_path / "run", EVERY_STEP, remote, until=2)

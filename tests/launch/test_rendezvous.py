@@ -195,14 +195,18 @@ def test_reports_of_an_earlier_attempt_do_not_count(tmp_path: Path) -> None:
         assert not second.board().post_note("")
         together(partial(first.board().gather, "rank 0 hangs"), partial(second.board().gather, "rank 1 too"))
         assert second.board().post_note("")
-        note_loaded_step(tmp_path, 3)  # after a start in starts.jsonl
         return [sent.run_dir, sent.restarted, sent.attempt]
 
-    attempts = [attempt(str(tmp_path))]
-    append_start_line(tmp_path, {"event": START, "time": 1.0})  # it fails before the load
-    attempts += [attempt("runs/second"), attempt("runs/third")]
-    assert [each[:2] for each in attempts] == [[str(tmp_path), loaded] for loaded in (False, False, True)]
-    assert len({each[2] for each in attempts}) == 3
+    append_start_line(tmp_path, {"event": START, "time": 1.0})
+    note_loaded_step(tmp_path, 3)  # in an earlier launch
+    attempts = [attempt(str(tmp_path)), attempt("runs/second")]  # the first ends before its line
+    for loads in (False, True, False):
+        append_start_line(tmp_path, {"event": START, "time": round(time.time(), 3)})
+        if loads:
+            note_loaded_step(tmp_path, 3)
+        attempts.append(attempt("runs/next"))
+    assert [each[:2] for each in attempts] == [[str(tmp_path), loaded] for loaded in (False, False, False, True, True)]
+    assert len({each[2] for each in attempts}) == 5
 
 
 def test_a_launcher_that_forks_ranks_hosts_the_store_in_a_process(launcher: MakeLauncher, tmp_path: Path) -> None:
