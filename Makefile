@@ -38,7 +38,7 @@ $(INSTALLED): pyproject.toml
 	@test -n "$(PYTHON)" || { bash scripts/find_python.sh --explain; exit 2; }
 	$(TITLE) "Installing into $(VENV) with $(PYTHON)"
 	@test -x $(PY) || "$(PYTHON)" -m venv $(VENV)
-	@$(PY) -m pip install --quiet --upgrade pip || echo "pip is not upgraded: older ones resolve versions in minutes"
+	@$(PY) -m pip install --quiet --upgrade pip || echo "pip was not upgraded. An older pip may need minutes to choose versions."
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 

@@ -122,7 +122,7 @@ def command_of_process() -> str:
 
 
 def has_loaded(folder: Path, since: float | None = None) -> bool:
-    """Return whether the last start, or one after the time ``since``, has loaded its state; True if unknown."""
+    """Return whether the last start, or any from the time ``since`` on, has loaded its state; True if unknown."""
     with suppress(OSError, IndexError):
         starts = read_starts(folder)[0]
         return starts[-1].loaded if since is None else any(each.loaded for each in starts if each.time >= since)

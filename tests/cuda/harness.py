@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.cuda.build import LIBRARIES, NOT_PRELOADED, build
@@ -148,17 +149,14 @@ class Runtime:
         return self.start(train_words(folder, overrides), folder, devices, settings)
 
     def start(self, words: Sequence[str], folder: Path, devices: int, settings: dict[str, str]) -> Run:
-        """Run Python."""
-        log = _next_log(folder)
+        """Run Python with the arguments ``words``, for at most LIMIT_SECONDS."""
+        log, status = _next_log(folder), -signal.SIGKILL
         output = folder / f"{log.name}.0.output"
         with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="host-cuda-") as shared, output.open("w") as file:
             more = {"HOST_CUDA_LOG": str(log), "HOST_CUDA_SHARED": shared, **settings}
-            command, variables = [sys.executable, *words], self.environment(devices, **more)
-            process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=file, stderr=subprocess.STDOUT)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(LIMIT_SECONDS)
-            process.kill()
-            status = process.wait()
+            run = partial(subprocess.run, cwd=ROOT, env=self.environment(devices, **more), stdout=file, stderr=file)
+            with suppress(subprocess.TimeoutExpired):  # which kills the process, as does an exception of the test
+                status = run([sys.executable, *words], timeout=LIMIT_SECONDS).returncode
         return Run(status, output.read_text(errors="replace"), read_logs(log))
 
 

@@ -29,6 +29,7 @@ from megatron_llama.devices.cpu import attention as cpu_attention
 from megatron_llama.optim import build_optimizer
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
+from megatron_llama.tools.common import read_help
 from megatron_llama.tools.measured_steps import BACKWARD, FORWARD
 from megatron_llama.tools.profile import cli
 from megatron_llama.tools.profile.modules import Profile, RankProfile
@@ -343,6 +344,7 @@ def test_the_script_runs_and_prints_a_profile(tmp_path: Path) -> None:
     assert not (tmp_path / "run/profiling/checkpoints").exists()
     modules = json.loads((tmp_path / "run/profiling/profile/profile.json").read_text())["modules"]
     assert {"layers.0.self_attn.qkv_proj", "lm_head"} <= {module["name"] for module in modules}
+    assert "default: [{},{}]".format(*cli.WINDOW) in read_help("profile")
 
 
 def test_the_script_does_not_shadow_the_profile_module() -> None:
