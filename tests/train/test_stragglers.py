@@ -189,14 +189,15 @@ def test_launcher_reads_the_awaited_collective(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 def test_slow_rank_of_a_real_run_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks compute for milliseconds; one also sleeps, longer than scheduling delays of a busy machine."""
-    inner = loop.training_step
+    """Each step of one of two ranks takes 1,000 s more by its clock."""
+    inner, extra = loop.training_step, FakeTime()
 
     def slowed(step: int, *more: Any) -> dict[str, float]:
-        if os.environ["RANK"] == "1":
-            time.sleep(0.3)
+        extra.now += 1000.0 * (os.environ["RANK"] == "1")
         return inner(step, *more)
 
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + extra.now)
+    monkeypatch.setattr(stragglers, "time", clock)
     monkeypatch.setattr(loop, "training_step", slowed)  # the ranks are forks
     status, output = run_train_py(tmp_path / "run", *SMALL, f"trainer.steps={2 * WINDOW_STEPS}")
     assert status == 0, output
