@@ -113,6 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--input", nargs="+", required=True, help="JSONL files, plain or compressed, or folders")
     add("--tokenizer-model", required=True, help="sentencepiece model")
     add("--megatron", help="checkout of Megatron-LM that runs in this Python (default: no row)")
+    add("--before", type=os.path.abspath, metavar="CHECKOUT", help="another checkout of this project (default: no row)")
     add("--repeat", type=int, default=5, help="rounds (default 5)")
     add("--sizes", type=int, nargs="*", default=[1, 4, 16], help="file sizes of the scaling table, as multiples")
     add("--workers", type=int, nargs="*", default=[1, 2], help="numbers of workers of the scaling table")
@@ -149,9 +150,11 @@ def _heading(args: argparse.Namespace, source: Path) -> list[str]:
     ]
 
 
-def _ours(source: Path, args: argparse.Namespace, out: Path, workers: int, *more: str) -> list[str]:
+def _ours(
+    source: Path, args: argparse.Namespace, out: Path, workers: int, *more: str, root: object = ROOT
+) -> list[str]:
     return [
-        *(sys.executable, str(ROOT / "data_prep/preprocess.py"), "--input", str(source), "--append-eod"),
+        *(sys.executable, f"{root}/data_prep/preprocess.py", "--input", str(source), "--append-eod"),
         *("--tokenizer-model", os.path.abspath(args.tokenizer_model), "--workers", str(workers)),
         *("--output-prefix", str(out / "x"), *more),
     ]
@@ -160,7 +163,7 @@ def _ours(source: Path, args: argparse.Namespace, out: Path, workers: int, *more
 def _peers(args: argparse.Namespace, source: Path, folder: Path) -> list[str]:
     """Return the table of all programs, with ratios to the first row."""
     model = os.path.abspath(args.tokenizer_model)
-    outs = [folder / f"row{number}" for number in range(4)]
+    outs = [folder / f"row{number}" for number in range(5)]
     plain = [sys.executable, "-c", PLAIN_SENTENCEPIECE, str(source), model, str(outs[1] / "x"), "2"]
     exact = _ours(source, args, outs[2], 2, "--encoder", "sentencepiece")
     rows = [
@@ -168,10 +171,13 @@ def _peers(args: argparse.Namespace, source: Path, folder: Path) -> list[str]:
         Row("plain sentencepiece, 2 processes", plain),
         Row("preprocess.py --encoder sentencepiece, 2 workers", exact),
     ]
+    if args.before:
+        command = _ours(source, args, outs[3], 2, root=args.before)
+        rows.append(Row("preprocess.py of --before, 2 workers", command, {"PYTHONPATH": str(args.before)}))
     notes = []
     tool = Path(args.megatron or "") / "tools" / "preprocess_data.py"
     if args.megatron and tool.is_file():
-        command = [sys.executable, str(tool), "--input", str(source), "--output-prefix", str(outs[3] / "x")]
+        command = [sys.executable, str(tool), "--input", str(source), "--output-prefix", str(outs[len(rows)] / "x")]
         command += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model]
         command += ["--append-eod", "--workers", "2", "--log-interval", "1000000"]
         environment = {"PYTHONPATH": os.path.abspath(args.megatron)}

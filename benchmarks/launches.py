@@ -130,8 +130,8 @@ def forecast(block: Work, rest: Work, length: int, mode: str, blocks: int) -> Fo
     peak, rate = device.peaks["bf16"], device.bandwidth * MEMORY_REACH
 
     def matmuls(work: Work) -> tuple[float, float]:
-        ideal = sum(number * 2 * m * n * k / peak for (m, n, k), number in work.matmuls.items())
         shapes = work.matmuls.items()
+        ideal = sum(number * 2 * m * n * k / peak for (m, n, k), number in shapes)
         real = sum(number * matmul_seconds(m, k, n, "bf16", device, constants) for (m, n, k), number in shapes)
         return ideal, real
 
@@ -179,8 +179,7 @@ def run(args: argparse.Namespace) -> int:
                 rows.append(_row(f"{mode}, {length:,}", one, block, rest, expected))
                 losses += _losses(f"{mode}, {length:,}", expected)
                 streams.update(one.streams)
-    page = _page(args, rows, losses, streams)
-    publish(page, args.write)
+    publish(_page(args, rows, losses, streams), args.write)
     return 0
 
 

@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -41,20 +41,27 @@ def load_preset(preset: str, layers: int | None) -> Config:
     return load_config([f"model={preset}", *changed], CONF_DIR)
 
 
+def programs(args: argparse.Namespace) -> list[Peer]:
+    """Return the programs of ``--peers`` and ``--before``."""
+    before = [] if args.before is None else [replace(PEERS[OURS], name="before", checkout=args.before.absolute())]
+    return [*(PEERS[name] for name in args.peers), *before]
+
+
 def build_tasks(args: argparse.Namespace, preset: str, precision: str) -> Iterator[tuple[Peer, TrainingTask]]:
     """Yield the programs that train ``preset`` in ``precision``, in the order of their turns. Peers use one process."""
     config = load_preset(preset, args.layers)
     shape = {**asdict(config.model), "num_key_value_heads": kv_heads(config.model), "head_dim": head_dim(config.model)}
     optim = config.optim
-    for name in args.peers:
-        peer = PEERS[name]
+    for peer in programs(args):
         modes = [mode for mode in args.modes if mode in peer.modes]
         variants = [(ONE, 1, 32, "none")]
-        if name == OURS:
+        if not peer.packages:
             variants = [*product(args.layouts, args.zero, args.state_bits, args.recompute)]
         for mode, (layout, zero, state_bits, recompute) in product(modes, variants):
             ranks = parse_layout(layout)
-            cache = f"{name}-{mode}-{preset}-{precision}-{layout}" + (f"-{recompute}" if recompute != "none" else "")
+            cache = f"{peer.name}-{mode}-{preset}-{precision}-{layout}" + (
+                f"-{recompute}" if recompute != "none" else ""
+            )
             yield (
                 peer,
                 TrainingTask(
@@ -103,6 +110,7 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     text = "dtypes of the matmuls: fp32,bf16; weights are always fp32"
     add("--precision", type=split_words, default=split_words(PRECISIONS), help=text)
     add("--peers", type=split_words, default=list(PEERS), help=f"programs, from {', '.join(PEERS)} (default all)")
+    add("--before", type=Path, metavar="CHECKOUT", help="also compare another checkout of this project")
     add("--installed", action="store_true", help="use peers of this environment, and install nothing")
     add("--modes", type=split_words, default=split_words(MODES), help="eager,compiled")
     add("--layouts", type=split_words, default=[ONE], help="this project's layouts: one,tp2,dp2,pp2 (default one)")
@@ -125,16 +133,10 @@ def build_entries(args: argparse.Namespace) -> dict[tuple[str, str], list[tuple[
     Raises ConfigError with all problems of the arguments.
     """
     problems: list[Problem] = []
-    for flag, given, listed in (
-        ("--models", args.models, ""),
-        ("--layouts", args.layouts, ""),
-        ("--precision", args.precision, PRECISIONS),
-        ("--modes", args.modes, MODES),
-        ("--peers", args.peers, ",".join(PEERS)),
-        ("--recompute", args.recompute, ",".join(RECOMPUTE)),
-        ("--zero", args.zero, ZERO),
-        ("--state-bits", args.state_bits, STATE_BITS),
-    ):
+    words = {"models": "", "layouts": "", "precision": PRECISIONS, "modes": MODES, "peers": ",".join(PEERS)}
+    words |= {"recompute": ",".join(RECOMPUTE), "zero": ZERO, "state_bits": STATE_BITS}
+    for name, listed in words.items():
+        flag, given = f"--{name.replace('_', '-')}", getattr(args, name)
         if not given:
             problems.append(Problem(flag, None, "is empty", f"give a value, or omit {flag}"))
         for word in given if listed else ():
@@ -144,6 +146,8 @@ def build_entries(args: argparse.Namespace) -> dict[tuple[str, str], list[tuple[
         flag, number = f"--{name.replace('_', '-')}", getattr(args, name)
         if number is not None and number < 1:
             problems.append(Problem(flag, number, "must be at least 1", f"write {flag} 1 or more"))
+    if args.before is not None and not (args.before / "benchmarks/peers/train_ours.py").is_file():
+        problems.append(Problem("--before", args.before, "is no checkout of this project", "write --before CHECKOUT"))
     if args.layers is None or args.layers > 0:
         problems += [problem for name in args.models for problem in _problems(load_preset, name, args.layers)]
     problems += [problem for name in args.layouts for problem in _problems(parse_layout, name)]
@@ -162,8 +166,8 @@ def _problems(read: Callable[..., object], *arguments: object) -> Sequence[Probl
 
 def install_peers(args: argparse.Namespace, excluded: dict[str, str]) -> Iterator[tuple[str, Path]]:
     """Install the requested peers; yield (name, interpreter). ``excluded`` collects the others with the reason."""
-    for name in args.peers:
-        peer = PEERS[name]
+    for peer in programs(args):
+        name = peer.name
         if peer.needs_accelerator and not get_device(args.device).is_accelerator:
             excluded[name] = f"does not run on device {args.device}"
             continue

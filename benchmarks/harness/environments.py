@@ -25,6 +25,8 @@ class Peer:
     """Packages to install in addition to torch; empty for this project, which runs in the current environment."""
     program: str
     """Module to run with ``python -m``."""
+    checkout: Path = ROOT
+    """Checkout with the module."""
     needs_accelerator: bool = False
     modes: tuple[str, ...] = ("eager", "compiled")
 

@@ -54,10 +54,10 @@ def program_name(peer: str, task: TrainingTask) -> str:
     return f"{peer}{' compiled' if task.mode == 'compiled' else ''}{layout}{zero}{bits}{recompute}"
 
 
-def import_path(python: Path) -> str:
-    """Return PYTHONPATH of a program: the checkout, and this process's folders if it is the same Python."""
+def import_path(python: Path, checkout: Path = ROOT) -> str:
+    """Return PYTHONPATH of a program: its checkout, and this process's folders if it is the same Python."""
     inherited = os.environ.get("PYTHONPATH") if python == Path(sys.executable) else None
-    return os.pathsep.join(filter(None, [str(ROOT), inherited]))
+    return os.pathsep.join(filter(None, [str(checkout), inherited]))
 
 
 class RunningProgram:
@@ -73,7 +73,7 @@ class RunningProgram:
             self._end(now=True)
             raise
         self.facts, self.first_loss = Facts(**ready["facts"]), float(ready["loss"])
-        self.start = StartupTime(ready["time"] - self.task.started, ready["graphs"])
+        self.start = StartupTime(time.time() - self.task.started, ready["graphs"])
 
     def _start(self, peer: Peer, python: Path, task: TrainingTask) -> dict[str, Any]:
         """Start the program; return its report after the first step."""
@@ -84,7 +84,7 @@ class RunningProgram:
         with Listener(str(Path(self._folder) / "socket"), "AF_UNIX") as listener, open(self._output, "wb") as output:
             self.task = replace(task, address=str(listener.address), started=time.time())
             variables = {
-                "PYTHONPATH": import_path(python),
+                "PYTHONPATH": import_path(python, peer.checkout),
                 "OMP_NUM_THREADS": str(task.threads),
                 "TMPDIR": str(temporary),
                 "TORCHINDUCTOR_CACHE_DIR": task.cache,  # torch may have set this process's

@@ -66,7 +66,7 @@ def serve(task: TrainingTask, build: Callable[[], Trainer], ranks: Ranks | None 
     trainer = build()
     loss = trainer.step(1)
     _synchronize(task)
-    ready = {"facts": asdict(trainer.facts), "loss": loss, "graphs": _new_graphs(), "time": time.time()}
+    ready = {"facts": asdict(trainer.facts), "loss": loss, "graphs": _new_graphs()}
     step = 1
     while True:
         if connection is not None:

@@ -92,13 +92,8 @@ def compare_table(rows: Iterable[Mapping[str, str]]) -> tuple[list[ComparedRun],
 def summary(errors: Sequence[float]) -> dict[str, float | int]:
     """Summarize errors: number of rows, mean and 90th percentile of the absolute errors, and the signed mean."""
     sizes = sorted(map(abs, errors))
-    ninetieth = sizes[max(0, -(-9 * len(sizes) // 10) - 1)]
-    return {
-        "rows": len(sizes),
-        "mean": statistics.fmean(sizes),
-        "percentile_90": ninetieth,
-        "bias": statistics.fmean(errors),
-    }
+    ninetieth, mean = sizes[max(0, -(-9 * len(sizes) // 10) - 1)], statistics.fmean
+    return {"rows": len(sizes), "mean": mean(sizes), "percentile_90": ninetieth, "bias": mean(errors)}
 
 
 Error = Callable[[ComparedRun], "float | None"]
@@ -123,6 +118,14 @@ def source_of(row: Mapping[str, str]) -> str:
     return re.split(r" \(|:|;| \[", row.get("source", ""))[0].strip() or UNSTATED
 
 
+GROUPS: dict[str, Callable[[ComparedRun], str]] = {
+    "by device": lambda row: row.cell("device"),
+    "by confidence": lambda row: row.cell("confidence"),
+    "by context-parallel ranks": lambda row: str(row.run.job.cp),
+}
+"""Group of a row, by the title of the errors."""
+
+
 def as_json(compared: Sequence[ComparedRun], skipped: Mapping[str, int]) -> dict[str, Any]:
     """Return the comparison as JSON."""
     return {
@@ -139,10 +142,8 @@ def as_json(compared: Sequence[ComparedRun], skipped: Mapping[str, int]) -> dict
         ],
         "not_predicted_or_compared": dict(skipped),
         "errors": {
-            "by confidence": summaries(compared, lambda row: row.cell("confidence")),
-            "by source": summaries(compared, lambda row: source_of(row.run.row)),
-            "by device": summaries(compared, lambda row: row.cell("device")),
-            "by context-parallel ranks": summaries(compared, lambda row: str(row.run.job.cp)),
+            title: summaries(compared, key)
+            for title, key in {"by source": lambda row: source_of(row.run.row), **GROUPS}.items()
         },
     }
 
@@ -152,12 +153,8 @@ def lines(compared: Sequence[ComparedRun], skipped: Mapping[str, int]) -> Iterat
     numbers = ("published", "predicted", "error", "GiB", "predicted", "error")
     head = ("id", "model", "device", "devices", "layout", *numbers)
     yield from text_table([head, *map(_cells, compared)], left=5)
-    for title, key in (
-        ("by source and confidence", lambda row: f"{source_of(row.run.row)} · {row.cell('confidence')}"),
-        ("by device", lambda row: row.cell("device")),
-        ("by confidence", lambda row: row.cell("confidence")),
-        ("by context-parallel ranks", lambda row: str(row.run.job.cp)),
-    ):
+    by_source = {"by source and confidence": lambda row: f"{source_of(row.run.row)} · {row.cell('confidence')}"}
+    for title, key in (by_source | GROUPS).items():
         yield ""
         rows: list[tuple[str, ...]] = [("mean absolute error " + title, "", "rows", "mean", "90th percentile", "bias")]
         for quantity, groups in summaries(compared, key).items():

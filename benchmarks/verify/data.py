@@ -117,19 +117,10 @@ def _blend(folder: Path, weights: dict[str, float], total: int) -> Iterator[str]
     # The attributes of a tokenizer that the dataset reads.
     tokenizer = SimpleNamespace(vocab_size=32000, eod=2, pad=0, unique_identifiers={"class": "none"})
     length = 4096
-    config = GPTDatasetConfig(
-        random_seed=1,
-        sequence_length=length,
-        blend=([str(folder / name) for name in weights], list(weights.values())),
-        split="980,10,10",
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-        tokenizer=tokenizer,
-        path_to_cache=str(folder / "cache"),
-        mmap_bin_files=True,
-    )
+    blend = [str(folder / name) for name in weights], list(weights.values())
+    names = {"split": "980,10,10", "tokenizer": tokenizer, "path_to_cache": str(folder / "cache"), "blend": blend}
+    no = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask"), False)
+    config = GPTDatasetConfig(random_seed=1, sequence_length=length, mmap_bin_files=True, **names, **no)
     # The blended dataset reads the rank before it writes its cache.
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     samples = total // length

@@ -121,8 +121,9 @@ def test_all_argument_errors_are_reported_before_installation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "--models llama_57m,llama_2m,[a] --precision bf61 --peers our,litgpt --layouts pt2,tp0 --batch 0".split()
-    words += "--recompute none,nothing --modes eager,eager --zero 1,7 --state-bits 16 --threads 0 --modes".split()
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "train", *words, ""])
+    words += "--recompute none,nothing --modes eager,eager --zero 1,7 --state-bits 16 --threads 0".split()
+    words += ["--before", "/", "--modes", ""]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "train", *words])
     assert __main__.main() == 2
     printed = capsys.readouterr()
     assert not printed.out and "environment" not in printed.err
@@ -223,7 +224,7 @@ def test_layouts_and_recompute_train_equally(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_command_writes_page_and_record(tmp_path: Path) -> None:
     split_words = "train --models llama_2m --precision fp32 --peers ours --modes eager --rounds 1 --steps 1".split()
-    split_words += ["--layouts", "one,tp3"]  # four heads do not divide by 3
+    split_words += ["--before", str(ROOT), "--layouts", "one,tp3"]  # four heads do not divide by 3
     command = [sys.executable, "-m", "benchmarks", *split_words, "--seq-length", "32", "--output"]
     done = subprocess.run([*command, str(tmp_path / "out")], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 1, done.stderr
@@ -233,13 +234,13 @@ def test_command_writes_page_and_record(tmp_path: Path) -> None:
     page = (tmp_path / "out.md").read_text()
     assert record["cells"][0]["results"][0]["facts"]["parameters"] == 1_771_200
     assert record["machine"] in page and "| ours |" in page and f"* {broken}" in page
+    assert "the fastest peer, before." in page
 
 
 def test_installed_peers_need_no_installation() -> None:
     excluded: dict[str, str] = {}
-    args = Namespace(peers=[OURS, "transformers", "litgpt"], device="cpu", installed=True)
-    pythons = dict(install_peers(args, excluded))
-    assert pythons == {OURS: Path(sys.executable), "transformers": Path(sys.executable)}
+    args = Namespace(peers=[OURS, "transformers", "litgpt"], device="cpu", installed=True, before=ROOT)
+    assert dict(install_peers(args, excluded)) == dict.fromkeys([OURS, "transformers", "before"], Path(sys.executable))
     assert excluded == {"litgpt": "not installed in this environment"}
 
 

@@ -196,8 +196,7 @@ def test_slow_rank_of_a_real_run_is_reported(tmp_path: Path, monkeypatch: pytest
         extra.now += 1000.0 * (os.environ["RANK"] == "1")
         return inner(step, *more)
 
-    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + extra.now)
-    monkeypatch.setattr(stragglers, "time", clock)
+    monkeypatch.setattr(stragglers, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + extra.now))
     monkeypatch.setattr(loop, "training_step", slowed)  # the ranks are forks
     status, output = run_train_py(tmp_path / "run", *SMALL, f"trainer.steps={2 * WINDOW_STEPS}")
     assert status == 0, output
