@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.lib.next_command import blend_words, next_command
+from data_prep.lib.next_command import blend_words, new_model_words, next_command
 from data_prep.lib.output_files import open_local, publish, read_manifest
 from megatron_llama.config.data_settings import MASK_SUFFIX, TEXT_SUFFIX
 from megatron_llama.corpus.indexed_format import IndexedDataset, write_index
@@ -65,12 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for prefix, (documents, tokens) in zip(prefixes, counts, strict=True):
         rows.append((prefix, f"{documents:,}", f"{tokens:,}", f"{tokens / total:.1%}"))
     print("\n".join(text_table(rows, left=1)))
-    blend: list[Any] = []
-    for prefix, (_, tokens) in zip(prefixes, counts, strict=True):
-        blend += [round(tokens / total, 4), prefix] if tokens else []
+    blend = [x for prefix, (_, n) in zip(prefixes, counts, strict=True) if n for x in (round(n / total, 4), prefix)]
     if blend:
         print("The weights are the natural shares. A larger last weight upsamples long texts.")
-        print(next_command("train.py", blend_words(blend, "980,10,10")))
+        manifest = read_manifest(dataset.prefix)
+        model = new_model_words(manifest["tokenizer"], manifest["vocab_size"]) if manifest else []
+        print(next_command("train.py", [*blend_words(blend, "980,10,10"), *model]))
     return 0
 
 

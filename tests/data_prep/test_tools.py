@@ -188,7 +188,7 @@ def test_each_document_is_in_the_part_of_its_length(numbered_set: str, capsys: p
     assert "data.prefixes=" in output and sorted(Path(numbered_set).parent.glob(".*")) == []
 
 
-def test_manifests_and_empty_documents(tmp_path: Path) -> None:
+def test_manifests_and_empty_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = ["short", "", "a much longer text, with many more words than the others", "tiny"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     tokenizer = train_tokenizer(tmp_path / "tokenizer.model")
@@ -197,7 +197,7 @@ def test_manifests_and_empty_documents(tmp_path: Path) -> None:
     whole = str(tmp_path / "a_text_document")
     lengths = [len(each) for each in documents(whole)]
     assert lengths[1] == 0 and lengths[2] == max(lengths)
-    assert split_by_length.main([whole, "--at", str(lengths[2])]) == 0
+    assert split_by_length.main([whole, "--at", str(lengths[2])]) == 0 and str(tokenizer) in capsys.readouterr().out
     short, long = (f"{tmp_path}/a_{name}_{lengths[2]}_text_document" for name in ("below", "from"))
     assert [*map(len, documents(short))] == [lengths[0], 0, lengths[3]] and len(documents(long)) == 1
     described = read_manifest(short)
