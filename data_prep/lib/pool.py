@@ -59,16 +59,16 @@ class Pool(Generic[Item, Result]):
     def _kill_if_one_exited(self, force: bool = False) -> None:
         """Kill all workers if one has exited, and unblock the executor.
 
-        If a worker is killed while it receives a block or sends a result, the executor's threads wait forever for the
-        rest, since other processes keep the pipe open. The other workers may wait for the dead worker's lock.
+        If a worker is killed during a transfer, the executor's threads wait forever: other processes keep the pipe
+        open or wait for its lock. The pipes are closed before workers die: the executor then closes one itself.
         """
         self.ended = self.ended or [process.exitcode for process in self.processes if process.exitcode is not None]
         if not self.ended and not force:
             return
-        for process in self.processes:
-            process.kill()
         self.executor._call_queue._reader.close()  # type: ignore[attr-defined]
         self.executor._result_queue._writer.close()  # type: ignore[attr-defined]
+        for process in self.processes:
+            process.kill()
 
     def run(self, items: Iterator[Item], check_stop: Callable[[], None]) -> Iterator[tuple[Item, Result]]:
         """Yield all items with their results, in order. ``check_stop`` is polled and may raise.
