@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from data_prep.lib.find_inputs import find_sources
 from data_prep.lib.input_readers import read_lines, with_array
 from megatron_llama.config import Config, ConfigError, ModelConfig, Problem
-from megatron_llama.config.data_settings import MASK_SUFFIX, strip_compression
+from megatron_llama.config.data_settings import MASK_SUFFIX, stored_format, strip_compression
 from megatron_llama.config.rope import longest_sequence
 from megatron_llama.config.settings import DataConfig
 from megatron_llama.corpus.indexed_format import IndexedDataset
@@ -326,24 +326,22 @@ def is_fine_tuning_set(prefix: str) -> bool:
 
 
 def open_examples(prefix: str, model: ModelConfig) -> list[Example] | None:
-    """Return the examples of a fine-tuning set, memory-mapped; None for a dataset of text.
-
-    Raises ConfigError if the set does not fit the model, or its masks do not match.
-    """
+    """Return the examples of a fine-tuning set, memory-mapped; None for text. Raise ConfigError if they do not fit."""
     if not is_fine_tuning_set(prefix):
         return None
     open_ids(prefix, model)
-    tokens = IndexedDataset(prefix)
+    tokens, fix = IndexedDataset(prefix), "prepare the dataset with a smaller --seq-length"
     if rule := mask_problem(prefix, tokens.index):
         raise ConfigError([Problem("--dataset", prefix, rule, "prepare the dataset from scratch")])
-    if not has_labels(prefix, 0, len(tokens.index)):
-        rule, fix = "has no label: each token is masked", "prepare the dataset again, with answers that have loss"
-        raise ConfigError([Problem("--dataset", prefix, rule, fix)])
     masks = IndexedDataset(prefix + MASK_SUFFIX)
-    longest, context = int(tokens.index.lengths.max()), longest_sequence(model)
-    if longest - 1 > context:
+    if stored := stored_format(masks.sequence(0)[-1]):
+        rule, fix = f"has answers of --format {stored}", "prepare it with --format auto --on-bad-line skip"
+    elif not has_labels(prefix, 0, len(tokens.index)):
+        rule, fix = "has no label: each token is masked", "prepare the dataset again, with answers that have loss"
+    elif (longest := int(tokens.index.lengths.max())) - 1 > (context := longest_sequence(model)):
         rule = f"has an example of {longest} tokens, but the model has {context} positions"
-        raise ConfigError([Problem("--dataset", prefix, rule, "prepare the dataset with a smaller --seq-length")])
+    if rule:
+        raise ConfigError([Problem("--dataset", prefix, rule, fix)])
     return [(tokens.sequence(number), masks.sequence(number)) for number in range(len(tokens.index))]
 
 
