@@ -219,7 +219,7 @@ def _check(records: RecordFile, data: DataConfig) -> list[Problem]:
         examples = _examples(records, data)
         build_chat_format(examples, find_record_files([path], examples, lambda _: None).sources)
     except UserError as error:
-        return [_problem(error, records, data)]
+        return [_problem(error, records, data, records.folder)]
     return []
 
 
@@ -242,7 +242,7 @@ def _prepare(records: RecordFile, data: DataConfig, temporary: Path) -> dict[str
         options = RunOptions(str(temporary / _dataset_name(records.path)))
         manifest = make_sft_set([os.path.abspath(records.path)], _examples(records, data), options, lambda _: None)
     except UserError as error:
-        raise ConfigError([_problem(error, records, data)]) from None
+        raise ConfigError([_problem(error, records, data, temporary / _dataset_name(records.path))]) from None
     except MachineError as error:
         raise LaunchFailed(f"cannot prepare {records.path}: {error}") from error
     except Stopped as error:
@@ -263,7 +263,7 @@ _FORMATS = {"--format unpaired": "finetune.objective=kto", "--format ": "data.fo
 """Settings in place of formats in messages about records."""
 
 
-def _problem(error: UserError, records: RecordFile, data: DataConfig) -> Problem:
+def _problem(error: UserError, records: RecordFile, data: DataConfig, output: Path) -> Problem:
     """Return an error of the preparation as a problem of a setting. Its remedy names settings, not flags."""
     from data_prep.lib.encoding_run import BadRecord
     from megatron_llama.text.chat_template import TemplateError
@@ -275,7 +275,7 @@ def _problem(error: UserError, records: RecordFile, data: DataConfig) -> Problem
     if isinstance(error, BadRecord):
         rule = error.rule
         fix = f"fix it, or skip bad lines: {_command(records.path, records.tokenizer, data, records.format)}"
-    for flag, setting in _FORMATS.items():
+    for flag, setting in {f"{output}: ": "", **_FORMATS}.items():
         rule = rule.replace(flag, setting)
     return Problem(records.setting, records.path, rule.rstrip("."), fix)
 
