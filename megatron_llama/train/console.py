@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -187,9 +188,8 @@ def _outputs(plan: Plan, picture: Path | None) -> list[str]:
     ]
     lines = [""]
     for label, path in outputs:
-        # The report is written after the ranks have ended.
-        is_due = label == "report" and optional_tools.is_installed(optional_tools.REPORT)
+        is_due = label == "report" and optional_tools.is_installed(optional_tools.REPORT)  # after the ranks have ended
         if path is not None and (is_due or isinstance(path, RemotePath) or path.exists()):
-            command = "tensorboard --logdir " if label == "TensorBoard" else ""
-            lines.append(f"  {label:15s} {command}{escape(str(path))}")
+            shown = f"tensorboard --logdir {shlex.quote(str(path))}" if label == "TensorBoard" else str(path)
+            lines.append(f"  {label:15s} {escape(shown)}")
     return lines
