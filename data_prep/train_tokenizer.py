@@ -72,7 +72,7 @@ def sample_sentences(documents: Iterator[str], available: int, sample_bytes: int
                 if sentence:
                     yield sentence
     if not taken:
-        raise UserError("the input has no text. Records need it under the key of --json-keys")
+        raise UserError("the input has no text. Write .txt files, or JSON records with the key of --json-keys")
 
 
 def train(sentences: Iterator[str], vocab_size: int) -> bytes:

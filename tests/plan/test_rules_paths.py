@@ -68,10 +68,10 @@ def test_datasets(folder: Path) -> None:
     rows["datasets of other keys"] = problems_of(with_data("book"))
     with pytest.raises(ConfigError, match=r"write\s+data.prefixes=\["):
         load_config(["data=book"], CONF)
-    prepared = with_data("x", **{"data.prepare": "make demo-data", "data.tokenizer": "t.model"})
-    rows["a group with a command"] = problems_of(prepared)
+    made = {"data.prepare": "make demo-data", "data.tokenizer": "t.model", "data.validation_prefixes": ["y"]}
+    rows["a group with a command"] = problems_of(prepared := with_data("x", **made))
     prepared.dry_run = True
-    (note,) = resolve(prepared, 1).notes
+    note = "".join(resolve(prepared, 1).notes)
     assert note.count("make demo-data") == 1 and "data.prefixes" in note and "data.tokenizer" in note
     rows["a tokenizer"] = problems_of(with_data("text_document", **{"data.tokenizer": "t.model"}))
     touch("t.model")
