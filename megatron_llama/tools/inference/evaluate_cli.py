@@ -78,12 +78,12 @@ def _check(arguments: argparse.Namespace, problems: Problems) -> None:
     elif given[0] in ("--labelled", "--generative") and arguments.template is None:
         name = "qnli" if arguments.labelled else "gsm8k"
         problems.add("--template", None, f"is required with {given[0]}", f"write --template {name}")
-    is_harness = arguments.lm_eval is not None
-    for name in ("template", "seq_length", "max_tokens") if is_harness else ("num_fewshot", "include_path"):
-        if getattr(arguments, name) is not None:
-            flag = flag_of(name)
-            rule = "does not apply to --lm-eval" if is_harness else "applies only to --lm-eval"
-            problems.add(flag, str(getattr(arguments, name)), rule, f"remove {flag}")
+    only = dict.fromkeys(("seq_length", "max_tokens"), "--dataset")
+    only |= dict.fromkeys(("num_fewshot", "include_path"), "--lm-eval") | {"template": "--labelled or --generative"}
+    for name, task in only.items():
+        value, flag = getattr(arguments, name), flag_of(name)
+        if value is not None and len(given) == 1 and given[0] not in task:
+            problems.add(flag, str(value), f"applies only to {task}", f"remove {flag}")
     if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
         problems.add("--num-fewshot", arguments.num_fewshot, "must be at least 0", "write --num-fewshot 0")
     for name in ("limit", "batch_size", "max_new_tokens", "seq_length"):

@@ -59,7 +59,7 @@ def records_task(
         rule = "has labels; use --labelled" if template.labels else "has no labels; use --generative"
         problems.add("--template", arguments.template, rule, "write another template")
         return None
-    records = problems.collect(read_records, file, template, arguments.limit)
+    records = problems.collect(read_records, file, template, arguments.limit or None)
     if records is None or opened.tokenizer is None or problems.items:
         return None
     # Without a template of training: built-in templates use plain prompts that end with a line feed, templates from a

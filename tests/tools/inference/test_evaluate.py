@@ -340,7 +340,7 @@ REFUSALS = [
     "--dataset nothing",
     "--dataset some_text_document --seq-length 512",
     "--labelled nothing.tsv --template qnli",
-    "--labelled nothing.tsv",
+    "--labelled nothing.tsv --seq-length 9 --num-fewshot 2",
     "--labelled nothing.tsv --template gsm8k",
     "--generative x.jsonl --dataset some_text_document",
 ]
