@@ -30,6 +30,7 @@ from megatron_llama.system.errors import MachineError, UserError
 from megatron_llama.system.files import write_atomically
 from megatron_llama.system.tables import markdown_table
 
+PROGRAM = "data_prep/preprocess.py"
 # A minimal baseline: each process tokenizes every second line and writes the tokens to a file.
 PLAIN_SENTENCEPIECE = """
 import json, multiprocessing, sys
@@ -113,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--input", nargs="+", required=True, help="JSONL files, plain or compressed, or folders")
     add("--tokenizer-model", required=True, help="sentencepiece model")
     add("--megatron", help="checkout of Megatron-LM that runs in this Python (default: no row)")
-    add("--before", type=os.path.abspath, metavar="CHECKOUT", help="another checkout of this project (default: no row)")
+    add("--before", type=Path, metavar="CHECKOUT", help="another checkout of this project (default: no row)")
     add("--repeat", type=int, default=5, help="rounds (default 5)")
     add("--sizes", type=int, nargs="*", default=[1, 4, 16], help="file sizes of the scaling table, as multiples")
     add("--workers", type=int, nargs="*", default=[1, 2], help="numbers of workers of the scaling table")
@@ -125,6 +126,8 @@ def run(args: argparse.Namespace) -> int:
     """Run all programs and print the tables."""
     if args.repeat < 1:
         raise UserError("--repeat must be at least 1")
+    if args.before and not (args.before / PROGRAM).is_file():
+        raise UserError(f"--before {args.before} is no checkout of this project")
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         source = folder / "all.jsonl"
@@ -150,11 +153,9 @@ def _heading(args: argparse.Namespace, source: Path) -> list[str]:
     ]
 
 
-def _ours(
-    source: Path, args: argparse.Namespace, out: Path, workers: int, *more: str, root: object = ROOT
-) -> list[str]:
+def _ours(source: Path, args: argparse.Namespace, out: Path, workers: int, *more: str, root: Path = ROOT) -> list[str]:
     return [
-        *(sys.executable, f"{root}/data_prep/preprocess.py", "--input", str(source), "--append-eod"),
+        *(sys.executable, str(root / PROGRAM), "--input", str(source), "--append-eod"),
         *("--tokenizer-model", os.path.abspath(args.tokenizer_model), "--workers", str(workers)),
         *("--output-prefix", str(out / "x"), *more),
     ]
@@ -172,10 +173,10 @@ def _peers(args: argparse.Namespace, source: Path, folder: Path) -> list[str]:
         Row("preprocess.py --encoder sentencepiece, 2 workers", exact),
     ]
     if args.before:
-        command = _ours(source, args, outs[3], 2, root=args.before)
-        rows.append(Row("preprocess.py of --before, 2 workers", command, {"PYTHONPATH": str(args.before)}))
-    notes = []
-    tool = Path(args.megatron or "") / "tools" / "preprocess_data.py"
+        root = args.before.absolute()
+        command = _ours(source, args, outs[3], 2, root=root)
+        rows.append(Row("preprocess.py of --before, 2 workers", command, {"PYTHONPATH": str(root)}))
+    notes, tool = list[str](), Path(args.megatron or "") / "tools" / "preprocess_data.py"
     if args.megatron and tool.is_file():
         command = [sys.executable, str(tool), "--input", str(source), "--output-prefix", str(outs[len(rows)] / "x")]
         command += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model]

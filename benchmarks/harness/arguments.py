@@ -21,6 +21,7 @@ from megatron_llama.devices import get_device
 from megatron_llama.devices.processor import instruction_set
 from megatron_llama.plan.derive import default_lr
 from megatron_llama.system.exit_status import EXIT_FAILED
+from megatron_llama.tools.inference.sampling import flag_of
 
 ONE = "one"
 PRECISIONS, MODES, ZERO, STATE_BITS = "fp32,bf16", "eager,compiled", "0,1,2,3", "32,8"
@@ -51,7 +52,7 @@ def build_tasks(args: argparse.Namespace, preset: str, precision: str) -> Iterat
     """Yield the programs that train ``preset`` in ``precision``, in the order of their turns. Peers use one process."""
     config = load_preset(preset, args.layers)
     shape = {**asdict(config.model), "num_key_value_heads": kv_heads(config.model), "head_dim": head_dim(config.model)}
-    optim = config.optim
+    optim, caches = config.optim, BENCH_DIR / "cache" / instruction_set()
     for peer in programs(args):
         modes = [mode for mode in args.modes if mode in peer.modes]
         variants = [(ONE, 1, 32, "none")]
@@ -59,9 +60,7 @@ def build_tasks(args: argparse.Namespace, preset: str, precision: str) -> Iterat
             variants = [*product(args.layouts, args.zero, args.state_bits, args.recompute)]
         for mode, (layout, zero, state_bits, recompute) in product(modes, variants):
             ranks = parse_layout(layout)
-            cache = f"{peer.name}-{mode}-{preset}-{precision}-{layout}" + (
-                f"-{recompute}" if recompute != "none" else ""
-            )
+            end = f"-{recompute}" if recompute != "none" else ""
             yield (
                 peer,
                 TrainingTask(
@@ -85,7 +84,7 @@ def build_tasks(args: argparse.Namespace, preset: str, precision: str) -> Iterat
                         "clip": optim.clip,
                     },
                     seed=config.trainer.seed,
-                    cache=str(BENCH_DIR / "cache" / instruction_set() / cache),
+                    cache=str(caches / f"{peer.name}-{mode}-{preset}-{precision}-{layout}{end}"),
                     recompute=recompute,
                     zero=zero,
                     state_bits=state_bits,
@@ -133,17 +132,17 @@ def build_entries(args: argparse.Namespace) -> dict[tuple[str, str], list[tuple[
     Raises ConfigError with all problems of the arguments.
     """
     problems: list[Problem] = []
-    words = {"models": "", "layouts": "", "precision": PRECISIONS, "modes": MODES, "peers": ",".join(PEERS)}
-    words |= {"recompute": ",".join(RECOMPUTE), "zero": ZERO, "state_bits": STATE_BITS}
-    for name, listed in words.items():
-        flag, given = f"--{name.replace('_', '-')}", getattr(args, name)
+    choices = {"models": "", "layouts": "", "precision": PRECISIONS, "modes": MODES, "peers": ",".join(PEERS)}
+    choices |= {"recompute": ",".join(RECOMPUTE), "zero": ZERO, "state_bits": STATE_BITS}
+    for name, listed in choices.items():
+        flag, given = flag_of(name), getattr(args, name)
         if not given:
             problems.append(Problem(flag, None, "is empty", f"give a value, or omit {flag}"))
         for word in given if listed else ():
             if str(word) not in split_words(listed):
                 problems.append(Problem(flag, word, f"is not one of {listed}", f"write for example {flag} {listed}"))
     for name in ("batch", "seq_length", "layers", "threads", "rounds", "steps"):
-        flag, number = f"--{name.replace('_', '-')}", getattr(args, name)
+        flag, number = flag_of(name), getattr(args, name)
         if number is not None and number < 1:
             problems.append(Problem(flag, number, "must be at least 1", f"write {flag} 1 or more"))
     if args.before is not None and not (args.before / "benchmarks/peers/train_ours.py").is_file():

@@ -11,12 +11,12 @@ import argparse
 import csv
 import json
 import re
-import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.planner import rows as planner_rows
@@ -92,8 +92,8 @@ def compare_table(rows: Iterable[Mapping[str, str]]) -> tuple[list[ComparedRun],
 def summary(errors: Sequence[float]) -> dict[str, float | int]:
     """Summarize errors: number of rows, mean and 90th percentile of the absolute errors, and the signed mean."""
     sizes = sorted(map(abs, errors))
-    ninetieth, mean = sizes[max(0, -(-9 * len(sizes) // 10) - 1)], statistics.fmean
-    return {"rows": len(sizes), "mean": mean(sizes), "percentile_90": ninetieth, "bias": mean(errors)}
+    ninetieth = sizes[max(0, -(-9 * len(sizes) // 10) - 1)]
+    return {"rows": len(sizes), "mean": fmean(sizes), "percentile_90": ninetieth, "bias": fmean(errors)}
 
 
 Error = Callable[[ComparedRun], "float | None"]

@@ -118,9 +118,9 @@ def _blend(folder: Path, weights: dict[str, float], total: int) -> Iterator[str]
     tokenizer = SimpleNamespace(vocab_size=32000, eod=2, pad=0, unique_identifiers={"class": "none"})
     length = 4096
     blend = [str(folder / name) for name in weights], list(weights.values())
-    names = {"split": "980,10,10", "tokenizer": tokenizer, "path_to_cache": str(folder / "cache"), "blend": blend}
-    no = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask"), False)
-    config = GPTDatasetConfig(random_seed=1, sequence_length=length, mmap_bin_files=True, **names, **no)
+    options = {"split": "980,10,10", "tokenizer": tokenizer, "path_to_cache": str(folder / "cache"), "blend": blend}
+    off = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask"), False)
+    config = GPTDatasetConfig(random_seed=1, sequence_length=length, mmap_bin_files=True, **options, **off)
     # The blended dataset reads the rank before it writes its cache.
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     samples = total // length

@@ -324,8 +324,8 @@ def _syntax_problem(text: str) -> Problem:
     elif value.startswith("="):
         instead = f"write {name}={value.lstrip('=')}"
     elif equals and name:
-        lists = {"[]": _quote_list(value[1:-1]), "{}": shlex.quote(re.sub(r"(?<!\\)[()=]", r"\\\g<0>", value))}
-        instead = f"quote or escape the value: {name}={lists.get(value[0] + value[-1]) or quote_value(value)}"
+        quoted = {"[]": _quote_list(value[1:-1]), "{}": shlex.quote(re.sub(r"(?<!\\)[()=]", r"\\\g<0>", value))}
+        instead = f"quote or escape the value: {name}={quoted.get(value[0] + value[-1]) or quote_value(value)}"
     else:
         instead = "write name=value, such as trainer.tp=2; quote a value with spaces: 'run.dir=my run'"
     return Problem("override", text, rule, instead)

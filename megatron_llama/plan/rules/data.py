@@ -252,7 +252,7 @@ def _dataset(data: DataConfig, name: str, path: str, exists: Exists) -> Iterator
     stem, suffix = os.path.splitext(path)
     if suffix in (".bin", ".idx"):
         instead = f"write {name}=[{stem}], without {suffix}"
-    elif data.prepare and (path in data.prefixes or f"{os.path.dirname(path)}/" in data.prepare):
+    elif data.prepare and (path in data.prefixes or f" {os.path.dirname(path)}/" in data.prepare):
         instead = f"make it with: {data.prepare}"
     elif (advice := suggest_for_data(path, name)) and (data.kind == "pretrain" or datasets_named(path)):
         rule = "is raw data, not an indexed dataset (.bin and .idx)" if advice.startswith("prepare") else rule

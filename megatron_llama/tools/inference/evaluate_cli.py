@@ -82,7 +82,7 @@ def _check(arguments: argparse.Namespace, problems: Problems) -> None:
     only |= dict.fromkeys(("num_fewshot", "include_path"), "--lm-eval") | {"template": "--labelled or --generative"}
     for name, task in only.items():
         value, flag = getattr(arguments, name), flag_of(name)
-        if value is not None and len(given) == 1 and given[0] not in task:
+        if value is not None and len(given) == 1 and given[0] not in task.split(" or "):
             problems.add(flag, str(value), f"applies only to {task}", f"remove {flag}")
     if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
         problems.add("--num-fewshot", arguments.num_fewshot, "must be at least 0", "write --num-fewshot 0")
