@@ -132,8 +132,7 @@ def open_base(manifest: Manifest, model: ModelConfig, folder: Path | None) -> Sa
     if not where.exists():
         raise ConfigError([Problem("--base", str(where), "no such folder", instead)])
     try:
-        grows = bool(NewTokens.of(manifest.state.settings.get("data", {})))
-        stored = open_hf_folder(where, model, grows=grows)
+        stored = open_hf_folder(where, model, grows=bool(NewTokens.of(manifest.state.settings.get("data", {}))))
     except ConfigError as error:
         raise ConfigError([replace(p, field="--base", instead=instead) for p in error.problems]) from None
     if fingerprint(stored) != manifest.state.base:

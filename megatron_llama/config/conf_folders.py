@@ -33,8 +33,7 @@ def check_current_folder() -> None:
 
 def groups_in(conf_dir: Path) -> set[str]:
     """Return the names of all groups."""
-    folders = conf_folders(conf_dir)
-    return {path.name for each in folders for path in each.glob("*") if path.is_dir()}
+    return {path.name for each in conf_folders(conf_dir) for path in each.glob("*") if path.is_dir()}
 
 
 def options_of(group: str, conf_dir: Path) -> list[str]:

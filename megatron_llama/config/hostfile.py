@@ -39,8 +39,7 @@ def check_hosts(entries: Iterable[Any]) -> str | None:
 
 def parse_hosts(entries: Iterable[Any]) -> list[Host]:
     """Return the hosts of launch.hosts. Malformed entries, which ``check_hosts`` reports, are omitted."""
-    matches = [_HOST.fullmatch(str(entry)) for entry in entries]
-    return [_host(match) for match in matches if match is not None]
+    return [_host(match) for match in [_HOST.fullmatch(str(entry)) for entry in entries] if match is not None]
 
 
 def parse_hostfile(text: str) -> list[Host]:

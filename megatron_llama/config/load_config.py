@@ -307,7 +307,8 @@ def _sweep_problem(name: str, values: str) -> Problem:
     elif setting is not None and setting.kind is str:
         instead = f"put the text in quotes inside quotes: {name}={quote_value(values)}"
     else:
-        instead = f"write one value, {name}={values.split(',')[0]}, or add -m, which starts a run for each value"
+        first = re.split("[(,)]", values)["(" in values]
+        instead = f"write one value, {name}={first}, or add -m, which starts a run for each value"
     return Problem(name, values, "is a sweep; a run has one value for each setting", instead)
 
 

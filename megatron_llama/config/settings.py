@@ -244,8 +244,8 @@ class DataConfig:
     """Tokens in a training sequence. Derived: model.max_position_embeddings, at most 8,192 on an accelerator and 256 on
     a CPU."""
     tokenizer: str | None = None
-    """sentencepiece model or Hugging Face folder of the dataset's tokenizer. It is checked against the dataset, and
-    used to print samples (sentencepiece). For raw data files, the tokenizer that prepares them; null: init_from."""
+    """sentencepiece model or Hugging Face folder of the dataset's tokenizer; null: init_from. It is checked against the
+    dataset, prints samples (sentencepiece), and prepares raw data files."""
     add_tokens: Annotated[list[str], FIXED] = field(default_factory=list)
     """Tokens to add to the tokenizer, a tokenizer.json. Their rows of embedding and output head start as the mean of
     the rows in init_from. docs/guides/data/finetuning.md"""

@@ -108,8 +108,7 @@ def list_steps(checkpoints: Location) -> list[int]:
         names = [name.removesuffix(f"/{MANIFEST}") for name in checkpoints.files() if name.endswith(f"/{MANIFEST}")]
     else:
         names = os.listdir(checkpoints)
-    matches = map(_STEP.fullmatch, names)
-    return sorted((int(match[1]) for match in matches if match), reverse=True)
+    return sorted((int(match[1]) for match in map(_STEP.fullmatch, names) if match), reverse=True)
 
 
 def step_of(name: str) -> int:

@@ -64,8 +64,7 @@ def _setting(path: tuple[str | int, ...]) -> str:
 def _problem_of_text(name: str, text: str) -> Problem | None:
     """Return the problem of a text, if any."""
     if control := CONTROL.search(text):
-        rule = f"contains the control character {control.group()!r}"
-        return Problem(name, text, rule, "remove the character")
+        return Problem(name, text, f"contains the control character {control.group()!r}", "remove the character")
     if _NO_PATHS.match(name):
         return None
     longest = max(len(part.encode()) for part in text.split("/"))

@@ -19,14 +19,14 @@ from megatron_llama.config.data_settings import (
     stored_format,
 )
 from megatron_llama.config.problems import format_value
-from megatron_llama.config.settings import RENDERED, DataConfig
+from megatron_llama.config.settings import RENDERED
 from megatron_llama.corpus.indexed_format import CHUNK, MASK_DTYPE, Index, IndexedDataset, read_index
 from megatron_llama.corpus.splits import SPLITS, split_range
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import file_size, read_json
 from megatron_llama.system.object_store import location
 from megatron_llama.text.chat_template import OWN, own_template_sha256
-from megatron_llama.text.tokenizer import tokenizer_file, tokenizer_sha256, vocabulary_size
+from megatron_llama.text.tokenizer import SENTENCEPIECE_MODEL, tokenizer_file, tokenizer_sha256, vocabulary_size
 
 _SAMPLED_BYTES = 64 << 20  # ids checked at the start of a .bin
 
@@ -41,7 +41,9 @@ def check_data(config: Config) -> list[Problem]:
     new = NewTokens.of(data)
     tokens = None if tokenizer is None else vocabulary_size(tokenizer, new)
     problems = [] if tokenizer is None else _tokenizer_problems(config, tokenizer, tokens)
-    sha256 = None if tokenizer is None or problems else tokenizer_sha256(tokenizer, new)
+    setting, path = ("data.tokenizer", data.tokenizer) if tokenizer else ("init_from", config.init_from)
+    if path is not None and not problems:
+        problems = [problem for _, prefix in named for problem in tokenizer_mismatch(prefix, setting, path, new)]
     for name, prefix in named:
         try:
             dataset = IndexedDataset(prefix)
@@ -54,8 +56,6 @@ def check_data(config: Config) -> list[Problem]:
             size = max(largest + 1, tokens or 0)
             fix = f"write model.vocab_size={size}, or prepare the data with another tokenizer"
             problems.append(Problem(name, prefix, rule, fix))
-        if sha256 is not None:
-            problems += _tokenizer_mismatch(prefix, data, sha256)
         if data.kind == "sft":
             problems += _example_problems(config, name, prefix, dataset.index)
     return problems if data.any_template or data.kind != "sft" or problems else [*_template_problems(config)]
@@ -144,24 +144,29 @@ def _tokenizer_problems(config: Config, file: Path, tokens: int | None) -> list[
     return []
 
 
-def _tokenizer_mismatch(prefix: str, data: DataConfig, sha256: str) -> list[Problem]:
-    """Return a problem if the dataset's manifest has another tokenizer. Datasets of other programs have no manifest."""
+def tokenizer_mismatch(prefix: str, setting: str, path: str, new: NewTokens) -> list[Problem]:
+    """Return a problem if the dataset's manifest has another tokenizer than ``path`` with the tokens ``new``.
+
+    A folder's tokenizer.json or sentencepiece model may be the dataset's. Datasets of other programs have no manifest.
+    """
     manifest = location(prefix + ".json")
+    files = [tokenizer_file(path), *([] if new else [Path(path, SENTENCEPIECE_MODEL)])]
+    hashes = [tokenizer_sha256(file, new) for file in files if file.is_file()]
     try:
-        if not manifest.is_file():
-            return []
-        content = read_json(manifest)
-        expected, tokens = content.get("tokenizer_sha256"), NewTokens.of(content.get("options") or {})
+        content = read_json(manifest) if hashes and manifest.is_file() else {}
+        used, tokens = content.get("tokenizer"), NewTokens.of(content.get("options") or {})
     except (OSError, ValueError, AttributeError) as error:
         rule = f"its manifest {manifest} cannot be read: {error}"
         return [Problem("data.prefixes", prefix, rule, "prepare the dataset again")]
-    if expected and expected != sha256:
-        rule = f"is not the tokenizer of {prefix}: the sha256 differ"
-        if tokens != NewTokens.of(data):
-            rule += f", and the dataset has the new tokens {format_value([*tokens.plain, *tokens.special])}"
-        fix = "name the tokenizer of the dataset, or prepare the data with this tokenizer"
-        return [Problem("data.tokenizer", data.tokenizer, rule, fix)]
-    return []
+    if content.get("tokenizer_sha256") in (None, *hashes):
+        return []
+    flag = "--tokenizer " if setting.startswith("--") else "data.tokenizer="
+    rule = f"{prefix} was prepared with another tokenizer, {used} (the sha256 differ)"
+    fix = f"prepare it with --tokenizer-model {path}, or write {flag}{used} if that has the same ids"
+    if tokens != new:
+        rule = f"{prefix} was prepared with the new tokens {format_value([*tokens.plain, *tokens.special])}"
+        fix = "write data.add_tokens and data.add_special_tokens of the dataset, or prepare it again"
+    return [Problem(setting, path, rule, fix)]
 
 
 def _example_problems(config: Config, name: str, prefix: str, index: Index) -> Iterator[Problem]:

@@ -97,8 +97,7 @@ def differences(saved: Record, now: Record) -> list[tuple[str, Any, Any, str]]:
         if key in saved and saved[key] != now[key]
     ]
     moved = moved_datasets(saved, now)
-    blends = [part["weights"] for part in saved["segments"]]
-    training = set(saved.get("training") or saved["datasets"]).union(*blends)
+    training = set(saved.get("training") or saved["datasets"]).union(*[part["weights"] for part in saved["segments"]])
     lists = {prefix: f"data.{'' if prefix in training else 'validation_'}prefixes" for prefix in saved["datasets"]}
     changes += [(lists[before], before, after, "moved") for before, after in moved.items()]
     for prefix, facts in saved["datasets"].items():

@@ -95,8 +95,7 @@ class InputBuilder:
         table = self._table_for(tokens.shape[1], tokens.device)
         visible = self.build_visible(tokens, documents, self.pattern)
         rotary = table if documents is None else _at(table, documents.positions())
-        of_subset = partial(self._of_subset, table, tokens.shape[1])
-        return BlockInputs(rotary, visible, documents, subsets, of_subset)
+        return BlockInputs(rotary, visible, documents, subsets, partial(self._of_subset, table, tokens.shape[1]))
 
     __call__ = whole  # of micro batches; with context parallelism DividedInputBuilder overrides it
 

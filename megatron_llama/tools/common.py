@@ -49,8 +49,7 @@ def run_tool(tool: str, argv: Sequence[str], work: Callable[[Any, list[str]], in
 
 def show_line(text: str) -> None:
     """Show a text on stderr: a line that the next one replaces on a terminal, else a separate line; "" removes it."""
-    is_terminal = sys.stderr.isatty()
-    sys.stderr.write(f"\r\x1b[K{text[:79]}" if is_terminal else f"{text}\n" if text else "")
+    sys.stderr.write(f"\r\x1b[K{text[:79]}" if sys.stderr.isatty() else f"{text}\n" if text else "")
     sys.stderr.flush()
 
 

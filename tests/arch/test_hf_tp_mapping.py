@@ -227,8 +227,7 @@ def test_fused_matrices_have_the_shapes_of_their_rectangles(name: str, tp: int, 
 
 
 def test_padding_is_on_the_ranks_but_not_in_the_model() -> None:
-    overrides = ["model.vocab_size=4099", "trainer.tp=4", "data=mock"]
-    plan = resolve(load_config(overrides, CONF), 4)
+    plan = resolve(load_config(["model.vocab_size=4099", "trainer.tp=4", "data=mock"], CONF), 4)
     rows = 4100 // 4
     (stage,) = plan.stages
     assert stage.held == 2 * rows * 192 + 4 * parameters_per_layer(plan.model, 4) + 192

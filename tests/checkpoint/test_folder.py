@@ -94,8 +94,7 @@ def test_the_best_is_exported(
     run(1, tmp_path, *KEEP, "checkpoint.export_hf=true", until=3, tamper=validating(losses, exports=True))
     assert f"exported {message}" in capfd.readouterr().err
     expected = export(tmp_path / "checkpoints" / f"step_{step:08d}", tmp_path / "expected").folder
-    ours = (tmp_path / "hf" / "model.safetensors").read_bytes()
-    assert ours == (expected / "model.safetensors").read_bytes()
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
 
 
 def test_extended_run_keeps_its_first_export(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

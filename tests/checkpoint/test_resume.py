@@ -59,8 +59,7 @@ def test_losses_after_a_resume_are_the_uninterrupted_runs(
 def test_errors_of_signs_begin_at_zero_in_another_layout(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run(2, tmp_path / "run", *ADAM, *ONE_BIT, until=3)
     assert "errors" not in capfd.readouterr().err
-    second = run(2, tmp_path / "run", *ADAM, *ONE_BIT, "trainer.tp=2", until=4)
-    assert second.started_at == 3
+    assert run(2, tmp_path / "run", *ADAM, *ONE_BIT, "trainer.tp=2", until=4).started_at == 3
     message = "the errors of 1-bit Adam's compression start at zero: the layout differs from the checkpoint"
     assert message in capfd.readouterr().err
 

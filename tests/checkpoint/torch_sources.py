@@ -24,8 +24,7 @@ def llama(**changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(7)
-    config = llama_config(initializer_range=0.1, **changes)
-    return transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(llama_config(initializer_range=0.1, **changes))
 
 
 def train_source(kind: str, folder: Path, batches: list[torch.Tensor], ranks: int = 2) -> Trained:

@@ -203,8 +203,7 @@ def test_secrets_do_not_get_into_files(text: str, tmp_path: Path, monkeypatch: p
         (problem,) = caught.value.problems
         assert problem.field == "logging.wandb_project" and "is the name of a secret" in problem.rule
         assert "hunter2" not in str(caught.value)
-    others = "HOME SCRATCH TOKENIZERS_PARALLELISM KEYBOARD MONKEY SLURM_JOB_ID PWD"
-    assert not any(map(names_secret, others.split()))
+    assert not any(map(names_secret, "HOME SCRATCH TOKENIZERS_PARALLELISM KEYBOARD MONKEY SLURM_JOB_ID PWD".split()))
 
 
 @pytest.mark.parametrize("setting", ["model.num_attention_heads", "model.num_key_value_heads", "trainer.dp"])

@@ -40,8 +40,7 @@ def caches() -> list[Path]:
 @pytest.mark.parametrize("suffix", [".bin", ".idx", "_mask.bin", "_mask.idx"])
 def test_every_byte_counts(tmp_path: Path, suffix: str) -> None:
     """In the middle too, with equal size and modification time, which a sample of the ends misses."""
-    documents = [[1] * 5000 for _ in range(600)]
-    prefix = write_indexed(tmp_path / "a", documents)
+    prefix = write_indexed(tmp_path / "a", [[1] * 5000 for _ in range(600)])
     write_indexed(tmp_path / "a_mask", [[1]], "B")
     path = Path(prefix + suffix)
     age(path)

@@ -30,8 +30,7 @@ def test_checkpoint_and_resume(runtime: Runtime, tmp_path: Path) -> None:
     first = runtime.train(tmp_path, "trainer.steps=2", *settings, copies, devices=2).check()
     assert [list(log.steps) for log in first.logs] == [[1, 2]] * 2
     other_layout = ("trainer.tp=2", "trainer.val_every_steps=1", "trainer.val_steps=1")
-    resumed = runtime.train(tmp_path, *other_layout, devices=2).check()
-    assert [list(log.steps) for log in resumed.logs] == [[3]] * 2
+    assert [list(log.steps) for log in runtime.train(tmp_path, *other_layout, devices=2).check().logs] == [[3]] * 2
     assert "val_loss" in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 

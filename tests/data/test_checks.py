@@ -41,7 +41,7 @@ def problems_of(*prefixes: object, tokenizer: Path | None = None, vocabulary: in
 
 def write_manifest(prefix: str, tokenizer: Path) -> None:
     digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
-    Path(prefix + ".json").write_text(json.dumps({"tokenizer_sha256": digest}))
+    Path(prefix + ".json").write_text(json.dumps({"tokenizer": str(tokenizer), "tokenizer_sha256": digest}))
 
 
 def test_a_good_dataset_has_no_problem(prefix: str, tokenizer: Path) -> None:
@@ -105,6 +105,12 @@ def test_messages(prefix: str, tmp_path: Path, tokenizer: Path) -> None:
     large = train_tokenizer(tmp_path / "large.model", size=320)
     write_manifest(prefix, tokenizer)
     problems["tokenizer of another dataset"] = problems_of(prefix, tokenizer=large)
+    (base := tmp_path / "base").mkdir()
+    (base / "tokenizer.json").write_text("{}")
+    on_base = make(**{"data.mock": False, "data.prefixes": [prefix], "data.tokenizer": None, "init_from": str(base)})
+    problems["tokenizer of another base"] = check_data(on_base)
+    (base / "tokenizer.model").write_bytes(tokenizer.read_bytes())
+    assert check_data(on_base) == []
     for text in ("{", "[]"):
         Path(prefix + ".json").write_text(text)
         problems[f"manifest {text}"] = problems_of(prefix, tokenizer=tokenizer)
@@ -118,7 +124,7 @@ def test_messages(prefix: str, tmp_path: Path, tokenizer: Path) -> None:
     problems["several"] = problems_of(*several)
     problems["with weights"] = problems_of(0.5, several[1], 0.5, several[2])
     page = "\n".join(f"{name}\n" + "\n".join(merge_problems(each)) + "\n" for name, each in problems.items())
-    GoldenFiles.check("data/checks.txt", page, {str(tmp_path): "FOLDER"})
+    GoldenFiles.check("data/checks.txt", page, {str(tmp_path): "FOLDER", str(tokenizer.parent): "OTHER"})
 
 
 def test_the_suggested_vocabulary_fits_the_tokenizer_too(tmp_path: Path, tokenizer: Path) -> None:

@@ -31,8 +31,7 @@ Settings = dict[str, Any]
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A dataset whose samples are as difficult as their first token is large, and an index of it."""
-    folder = tmp_path_factory.mktemp("graded")
-    written = write_indexed(folder / "a", numbered(200))
+    written = write_indexed(tmp_path_factory.mktemp("graded") / "a", numbered(200))
     for name in ("first", "last_digit"):
         metric = f"tests.data.test_curriculum_order.{name}"
         analyze.main([written, "--metric", metric, "--seq-length", "32", "--workers", "1"])

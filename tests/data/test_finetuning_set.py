@@ -99,8 +99,7 @@ def taken_apart(item: Item) -> list[Example]:
 @pytest.mark.parametrize("pack", [False, True])
 def test_an_epoch_is_every_example_once(tmp_path: Path, pack: bool) -> None:
     one, two = some_examples(37), some_examples(20, first=5000)
-    prefixes = [write_set(tmp_path / "one", one), write_set(tmp_path / "two", two)]
-    actual, _ = items(plan_of(prefixes, pack), 0)
+    actual, _ = items(plan_of([write_set(tmp_path / "one", one), write_set(tmp_path / "two", two)], pack), 0)
     seen = Counter((tuple(ids), tuple(mask)) for item in actual for ids, mask in taken_apart(item))
     # The first token is never a label, so its mask says nothing.
     assert seen == Counter((tuple(ids), tuple(mask[1:])) for ids, mask in one + two)

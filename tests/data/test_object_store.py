@@ -80,8 +80,7 @@ def test_losses_and_resume(store: Store, tmp_path: Path) -> None:
     whole = run(1, tmp_path / "local", *settings, f"data.prefixes=[{local}]", until=4)
     inject(store)
     remote = [*settings, f"data.prefixes=[{store.url('data')}/*_text_document]"]
-    first = run(2, tmp_path / "remote", *remote, "trainer.dp=1", "trainer.tp=2", until=0)
-    assert first.started_at == 0
+    assert run(2, tmp_path / "remote", *remote, "trainer.dp=1", "trainer.tp=2", until=0).started_at == 0
     losses = {}
     for until in (2, 4):
         losses |= run(1, tmp_path / "run", *remote, until=until).losses

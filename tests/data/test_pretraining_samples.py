@@ -298,8 +298,7 @@ def test_files_are_made_once_and_mapped(dataset: IndexedDataset, tmp_path: Path,
     (folder,) = cache.glob("text-epoch3-*[!k]")
     assert sorted(path.name for path in folder.iterdir()) == ["borders.npy", "documents.npy", "order.npy"]
     monkeypatch.setattr(epoch_index, "make_epoch", None)  # would be called
-    reopened = open_epoch(dataset, (0, 160), 32, 7, 3, cache)
-    assert np.array_equal(first.order, reopened.order)
+    assert np.array_equal(first.order, open_epoch(dataset, (0, 160), 32, 7, 3, cache).order)
     for other in ((0, 161), 32, 7, 3), ((0, 160), 31, 7, 3), ((0, 160), 32, 8, 3), ((0, 160), 32, 7, 4):
         with pytest.raises(TypeError):  # None is not callable: it would be made
             open_epoch(dataset, *other, cache)

@@ -192,8 +192,7 @@ def test_prepare_every_subset_and_write_the_blend(tmp_path: Path, tokenizer: Pat
     assert conf["prefixes"][1::2] == [str(tmp_path / f"out/{name}_text_document") for name in LLAMA_SHARES]
     assert conf["prefixes"][0::2] == [0.67, 0.15, 0.045, 0.045, 0.045, 0.025, 0.02]
     assert conf["name"] == "redpajama" and conf["split"] == "980,10,10" and conf["tokenizer"] == str(tokenizer)
-    second = prepare(tmp_path, tokenizer)
-    assert second.stdout.count("already complete") == 7
+    assert prepare(tmp_path, tokenizer).stdout.count("already complete") == 7
     assert "/" + str(DEFAULT_CONF.parent.relative_to(ROOT)) + "/" in (ROOT / ".gitignore").read_text().split()
     assert_refused(prepare(tmp_path, tokenizer, "--subsets", "gutenberg"), "gutenberg", "common_crawl")
 
@@ -261,8 +260,7 @@ def test_a_part_that_another_process_downloads_is_not_written(tmp_path: Path, se
         file.write(b"half")
         file.flush()
         assert try_lock(file) is True
-        failed = download(url, tmp_path, "--subsets", "arxiv")
-        assert_refused(failed, "another process is downloading it", status=1)
+        assert_refused(download(url, tmp_path, "--subsets", "arxiv"), "another process is downloading it", status=1)
         assert part.read_bytes() == b"half"
     output_of(download(url, tmp_path, "--subsets", "arxiv"))
     assert not part.exists()

@@ -117,8 +117,7 @@ def test_fsdp_chat_is_the_published_run() -> None:
     for zero in (0, 1, 2):
         with pytest.raises(ConfigError, match=r"trainer.zero=3\s+\(64.2\s+GiB"):
             dry_run(FSDP, "device.memory_gib=79", f"trainer.zero={zero}")
-    tokens = plan.tokens_per_step * plan.config.trainer.steps
-    assert tokens == 16_384_000
+    assert plan.tokens_per_step * plan.config.trainer.steps == 16_384_000
 
 
 def test_lora_gaudi_is_the_published_run() -> None:

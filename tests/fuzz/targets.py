@@ -90,8 +90,7 @@ def read_adapter(case: Path) -> None:
 
 
 def read_checkpoint(case: Path) -> None:
-    manifest = read_manifest(find_checkpoint(case))
-    manifest.check_sizes()
+    read_manifest(find_checkpoint(case)).check_sizes()
     saved = open_saved_model(case)
     for name in saved.stored.tensors:
         saved.stored.rows(name)

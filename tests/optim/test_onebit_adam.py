@@ -66,8 +66,7 @@ def train(
                 inner.revert_step_count()
     momenta = [inner.state[weight]["exp_avg"] for weight in weights]
     exchange = inner.exchange
-    result = ([w.detach() for w in weights], momenta, [exchange.worker_error, exchange.server_error])
-    return result
+    return ([w.detach() for w in weights], momenta, [exchange.worker_error, exchange.server_error])
 
 
 def reference(ranks: int, steps: int) -> tuple[Tensors, Tensors]:

@@ -91,8 +91,7 @@ def test_the_demo_sets_none_of_them() -> None:
 def test_fine_tuning_of_all_weights_has_a_lower_learning_rate(settings: list[str], lr: float) -> None:
     config, lines = choose_defaults(load_config(["data=mock", *settings], CONF))
     assert config.optim.lr == lr
-    reason = "optim.lr=2e-05: default for fine-tuning all weights, as in Llama 2"
-    assert (reason in lines) == (lr == 2e-5)
+    assert ("optim.lr=2e-05: default for fine-tuning all weights, as in Llama 2" in lines) == (lr == 2e-5)
     plan = resolve(load_config(["data=mock", *settings], CONF), 1, exists=lambda path: True)
     assert (plan.config.optim.lr, plan.config.optim.min_lr) == (lr, lr / 10)
     assert f"lr {lr:g} to {lr / 10:g}" in format_plan(plan)

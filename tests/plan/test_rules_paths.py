@@ -73,7 +73,8 @@ def test_datasets(folder: Path) -> None:
     prepared.dry_run = True
     note = "".join(resolve(prepared, 1).notes)
     assert note.count("make demo-data") == 1 and "data.prefixes" in note and "data.tokenizer" in note
-    rows["a tokenizer"] = problems_of(with_data("text_document", **{"data.tokenizer": "t.model"}))
+    typed = {"data.tokenizer": "t.model", "data.prepare": "make demo-data"}
+    rows["a tokenizer"] = problems_of(with_data("text_document", **typed))
     touch("t.model")
     assert problems_of(with_data("text_document", **{"data.tokenizer": "t.model"})) == []
     assert problems_of(make(**{"data.prefixes": ["nowhere"], "data.tokenizer": "nowhere"})) == [], "mock data"

@@ -220,7 +220,8 @@ def _data(config: Config, exists: Exists) -> Iterator[Problem]:
             if data.kind == "sft" and exists(path + ".idx"):  # no second message if the dataset is missing
                 yield from _dataset(data, name, path + MASK_SUFFIX, exists)
     if data.tokenizer is not None and not exists(data.tokenizer):
-        instead = f"make it with: {data.prepare}" if data.prepare else "write data.tokenizer=null, or its path"
+        is_made = data.prepare and not all(exists(path + ".idx") for _, path in list_paths(data))
+        instead = f"make it with: {data.prepare}" if is_made else "write data.tokenizer=null, or its path"
         yield Problem("data.tokenizer", data.tokenizer, no_file, instead + hub.download_hint(data.tokenizer))
 
 

@@ -245,8 +245,7 @@ def rates_of_groups(
             for size in SIZES:
                 on_start(f"{axis} {kind} of {size >> 10:,} KiB")
                 dist.barrier()
-                call = collective(kind, size, group, device)
-                times = times_of_calls(call, group, synchronize, device)
+                times = times_of_calls(collective(kind, size, group, device), group, synchronize, device)
                 local_rates.append(Rate(axis, kind, len(members), size, times[len(times) // 2], members))
     return [rate for rank, rates in enumerate(gather_objects(local_rates)) for rate in rates if rate.group[0] == rank]
 

@@ -105,8 +105,7 @@ def _norms(_: int) -> list[float]:
     [(8, 8, 64, 8), (32, 8, 11008, 8), (4, 2, 64, 4), (6, 6, 768, 6), (9, 3, 36, 9)],
 )
 def test_number_of_blocks(heads: int, kv: int, units: int, expected: int) -> None:
-    model = _model(heads, kv, units)
-    assert num_blocks(model) == expected
+    assert num_blocks(_model(heads, kv, units)) == expected
 
 
 def _model(heads: int, kv: int, units: int) -> ModelConfig:
