@@ -21,8 +21,10 @@ def open_console(*, stderr: bool = False) -> Console:
     """Return rich's console. With COLUMNS=0, as in a shell without a terminal, rich would print nothing."""
     from rich.console import Console
 
-    columns = os.environ.get("COLUMNS", "")
-    return Console(stderr=stderr, width=DEFAULT_COLUMNS if columns.isdigit() and int(columns) == 0 else None)
+    # Open MPI's ranks write to a pseudo-terminal even if mpirun writes to a file.
+    columns, terminal = os.environ.get("COLUMNS", ""), False if "OMPI_COMM_WORLD_RANK" in os.environ else None
+    width = DEFAULT_COLUMNS if columns.isdigit() and int(columns) == 0 else None
+    return Console(stderr=stderr, force_terminal=terminal, width=width)
 
 
 def column_widths(rows: Sequence[Sequence[str]]) -> list[int]:

@@ -89,7 +89,7 @@ def test_losses_equal_those_of_a_plain_run(launcher: str, plain: list[float], tm
     out, errors = run.communicate(timeout=200)
     assert run.returncode == 0, errors
     assert losses(tmp_path / "run") == plain, "to the bit"
-    assert out.count("rank grid") == 1, "one run, not two"
+    assert out.count("rank grid") == 1 and "step 3/3  loss" in out, "one run, not two, with a log line per step"
 
 
 @pytest.mark.slow
