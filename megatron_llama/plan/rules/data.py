@@ -267,8 +267,7 @@ def _dataset(data: DataConfig, name: str, path: str, exists: Exists) -> Iterator
 
 
 def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
-    folder = config.init_from
-    if folder is None:
+    if (folder := config.init_from) is None:
         return
     if not exists(folder):
         yield replace(hf_config.missing_folder(folder), machine_specific=True)
@@ -300,27 +299,27 @@ def _starting_weights(config: Config, exists: Exists) -> Iterator[Problem]:
         different.pop("vocab_size", None)
     if len(different) > 1 and config.model.name != hub.short_name(folder):
         rule = f"has another shape than model={config.model.name}: {', '.join(different)} differ"
-        yield Problem(
-            "init_from", folder, rule, f"write model={hf_config.FROM_HF}, which takes the shape from this folder"
-        )
+        instead = f"write model={hf_config.FROM_HF}, which takes the shape from this folder"
+        yield Problem("init_from", folder, rule, instead)
     elif different:
         clauses = [f"{key} is {format_value(b)}, not {format_value(a)}" for key, (a, b) in different.items()]
         rule = f"has another shape than model={config.model.name}: {', '.join(clauses)}"
         instead = " ".join(shlex.quote(f"model.{key}={format_value(theirs)}") for key, (_, theirs) in different.items())
-        yield Problem(
-            "init_from", folder, rule, f"write {instead}, or model={hf_config.FROM_HF}, which has the folder's shape"
-        )
+        instead = f"write {instead}, or model={hf_config.FROM_HF}, which has the folder's shape"
+        yield Problem("init_from", folder, rule, instead)
 
 
 def _checkpoint(config: Config, exists: Exists) -> Iterator[Problem]:
     resume = config.checkpoint.resume
-    if is_plain_url(resume):  # rank 0 asks the store
+    if resume in ("auto", "never") or is_plain_url(resume):  # rank 0 asks the store
         return
-    if resume not in ("auto", "never") and not exists(resume):
-        advice = closest_match(resume, ("auto", "never")) or "auto, never, or the path of a checkpoint"
+    if not exists(resume) or os.path.isfile(resume):
+        near = recognize(Path(resume).parent)
+        newest = shlex.quote(str(near.folder)) if near and near.format == OURS else None
+        advice = closest_match(resume, ("auto", "never")) or newest or "auto, never, or the path of a checkpoint"
         rule = "must be auto, never or the path of a checkpoint" + ", without credentials" * is_url(resume)
         yield Problem("checkpoint.resume", resume, rule, f"write checkpoint.resume={advice}")
-    elif resume not in ("auto", "never") and os.path.isdir(resume):
+    elif os.path.isdir(resume):
         yield from _resumed_folder(Path(resume))
 
 
@@ -332,8 +331,7 @@ def _resumed_folder(folder: Path) -> Iterator[Problem]:
         rule = f"cannot be read: {error.strerror}"
         yield Problem("checkpoint.resume", str(folder), rule, "make it readable, or name another checkpoint")
         return
-    recognized = recognize(folder)
-    in_run = recognize(folder / "checkpoints")
+    recognized, in_run = recognize(folder), recognize(folder / "checkpoints")
     if recognized is None and in_run is not None and in_run.format == OURS:
         recognized = in_run
     if recognized is None:
