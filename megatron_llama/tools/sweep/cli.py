@@ -102,8 +102,7 @@ def run_dir(sweep: Sweep, combination: Combination) -> str:
 
 def _in_queue(jobs: Sequence[str]) -> set[str]:
     """Return the jobs that are queued or running."""
-    done = call_slurm(["squeue", "--noheader", "--format=%i", "--me"])
-    if done.returncode:  # squeue failed, which does not mean that the jobs ended
+    if (done := call_slurm(["squeue", "--noheader", "--format=%i", "--me"])).returncode:  # the jobs may still run
         return set(jobs)
     return set(jobs) & set(done.stdout.split())
 
@@ -111,9 +110,8 @@ def _in_queue(jobs: Sequence[str]) -> set[str]:
 def _status_of(job: str) -> int:
     """Return the exit status of the first rank in the last start of a job."""
     with suppress(OSError, ValueError, IndexError):
-        newest = max((BATCH_FOLDER / "logs" / job).glob("*/status"), key=os.path.getmtime, default=None)
-        if newest is not None:
-            return int(newest.read_text(encoding="utf-8").splitlines()[0])
+        newest = max((BATCH_FOLDER / "logs" / job).glob("*/status"), key=os.path.getmtime)
+        return int(newest.read_text(encoding="utf-8").splitlines()[0])
     return EXIT_FAILED
 
 
@@ -144,10 +142,12 @@ def main(argv: Sequence[str], run: RunFunction = run_train_py) -> int:
                 stopped = run_sequentially(sweep, state, run)
             else:
                 run_slurm_jobs(sweep, state, slurm)
-    except FolderTaken:
-        rule, advice = "is in use by another process", f"wait for its end, or write another {RUN_DIR}=PATH"
-        taken = ConfigError([Problem(RUN_DIR, str(sweep.folder), rule, advice)])
-        sys.stderr.write(format_problems(taken, "This sweep") + "\n")
+    except OSError as error:
+        taken = isinstance(error, FolderTaken)
+        rule = "is in use by another process" if taken else f"cannot be written: {error.strerror}"
+        advice = "wait for its end, or " * taken + f"write another {RUN_DIR}=PATH"
+        report = ConfigError([Problem(RUN_DIR, str(sweep.folder), rule, advice)])
+        sys.stderr.write(format_problems(report, "This sweep") + "\n")
         return EXIT_USER
     except ConfigError as error:
         sys.stderr.write(format_problems(error, "This sweep") + "\n")
