@@ -354,8 +354,7 @@ def retained_tokens_divide_by_tp(config: Config, world_size: int) -> Iterator[Pr
     for name, value in (("seq_per_step", ltd.seq_per_step), ("max_value", ltd.max_value or length)):
         if value % parts:
             rule = f"must be a multiple of trainer.tp={parts}, because trainer.sp=true"
-            larger = -(-value // parts) * parts
-            nearest = larger if name == "seq_per_step" or larger <= length else value // parts * parts
+            nearest = min(-(-value // parts) * parts, length)
             yield Problem(f"{SECTION}.{name}", value, rule, f"write {SECTION}.{name}={nearest}, or trainer.sp=false")
             return
 
