@@ -345,8 +345,7 @@ def _curve(log: Log, program: LogFormat, tag: str, samples_per_step: float | Non
     elif counted is not None:
         samples = np.interp(steps, *_columns(log[counted]), left=np.nan, right=np.nan)
     elif batch is not None:
-        sizes = np.interp(steps, *_columns(log[batch]))
-        samples = np.cumsum(sizes * np.diff(steps, prepend=before_first))
+        samples = np.cumsum(np.interp(steps, *_columns(log[batch])) * np.diff(steps, prepend=before_first))
     elif samples_per_step is not None:
         samples = (steps - before_first) * samples_per_step
     else:

@@ -137,8 +137,7 @@ def as_text(comparison: Comparison) -> str:
     """Format tables, notes and verdict as text of at most WIDTH columns where the names allow it."""
     tables = "\n\n".join("\n".join(lines) for lines in _tables(comparison))
     texts = [method(comparison), *notes(comparison), "", verdict(comparison)]
-    wrapped = [fill("", text) for text in texts]
-    return "\n".join([tables, "", *wrapped]) + "\n"
+    return "\n".join([tables, "", *[fill("", text) for text in texts]]) + "\n"
 
 
 def _tables(comparison: Comparison) -> Iterator[list[str]]:

@@ -34,8 +34,7 @@ def observe_hardware(device_name: str, *, count: bool) -> dict[str, Any]:
         device = get_device(device_name)
     except ValueError as error:
         return {"missing": str(error)}
-    number = device.count() if count else None
-    return {"missing": None, "device": device.name, "count": number, **device.hardware()}
+    return {"missing": None, "device": device.name, "count": device.count() if count else None, **device.hardware()}
 
 
 def judge_hardware(nodes: Sequence[NodeState]) -> Iterator[Finding]:

@@ -160,8 +160,7 @@ class StepModel:
             passes += rows * (2 * hidden + 2 * ffn / job.tp) * 3 * constants[f"passes.{job.scaling}"]
         memory += passes * (2.5 + max(recomputed, job.elementwise_recomputed)) / (device.bandwidth * MEMORY_REACH)
         gaps = kernel_count(job) * constants[f"gap.{kernels}"]
-        tensor = self._tensor_parallel()
-        return StepTime(matmul, attention=attention, memory_bound=memory, launch=gaps, tensor=tensor)
+        return StepTime(matmul, attention=attention, memory_bound=memory, launch=gaps, tensor=self._tensor_parallel())
 
     def attention(self, recomputed: float) -> float:
         """Return the seconds of the attention core, of which the backward pass recomputes a share."""
@@ -336,8 +335,7 @@ def kernel_count(job: Job) -> float:
     """
     forward = len(job.matmuls) + OPERATIONS[job.kernels] + ATTENTION_OPERATIONS.get(job.attention_kernel, 1)
     forward += 6 * len(job.adapted)
-    recomputed = _gemms_recomputed(job)
-    count = forward * (3 + recomputed)
+    count = forward * (3 + _gemms_recomputed(job))
     count += OPERATIONS[job.kernels] * job.elementwise_recomputed * REPEATED_OPERATIONS
     if job.tp > 1:
         count += COLLECTIVE_OPERATIONS * _sums_over_tp(job)

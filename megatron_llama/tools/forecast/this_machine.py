@@ -161,8 +161,7 @@ def calibrated_spec(calibration: Calibration, job: Job) -> tuple[HardwareSpec, d
     head = forecast.load_constants()["tile.head"]
     share = (1 + head / 64) / slow
     # The elementwise operations of a token move (10 h + 3 ffn + 4 h) elements, 2.5 times for forward and backward.
-    per_token = fit_line(of_form["pieces"])[1]
-    passes = per_token * measured["copy"] / ((10 + 3 * 4 + 4) * WIDTH * width * 2.5)
+    passes = fit_line(of_form["pieces"])[1] * measured["copy"] / ((10 + 3 * 4 + 4) * WIDTH * width * 2.5)
     tokens, inner, vocabulary, seconds = of_form["loss"]
     seconds -= 3 * filled(tile, tokens, inner, vocabulary) / rate  # the head's GEMMs
     constants = {

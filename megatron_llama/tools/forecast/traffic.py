@@ -90,8 +90,7 @@ def bytes_leaving_node(kind: str, group: Sequence[int], rank: int, payload: int,
         group: ranks in ring order; for send [rank, other rank].
     """
     if kind == "all_to_all":
-        others = sum(other // per_node != rank // per_node for other in group)
-        return payload * others // len(group)
+        return payload * sum(other // per_node != rank // per_node for other in group) // len(group)
     following = group[(group.index(rank) + 1) % len(group)]
     if following // per_node == rank // per_node:
         return 0

@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 
 from megatron_llama.cli import CONF_DIR, NO_PLAN, parse_overrides
@@ -137,18 +137,11 @@ def main(argv: Sequence[str], run: RunFunction = run_train_py) -> int:
         if dry:
             return 0
         stopped = None
-        with locked_folder(sweep.folder):
+        with _locked(sweep):
             if slurm is None:
                 stopped = run_sequentially(sweep, state, run)
             else:
                 run_slurm_jobs(sweep, state, slurm)
-    except OSError as error:
-        taken = isinstance(error, FolderTaken)
-        rule = "is in use by another process" if taken else f"cannot be written: {error.strerror}"
-        advice = "wait for its end, or " * taken + f"write another {RUN_DIR}=PATH"
-        report = ConfigError([Problem(RUN_DIR, str(sweep.folder), rule, advice)])
-        sys.stderr.write(format_problems(report, "This sweep") + "\n")
-        return EXIT_USER
     except ConfigError as error:
         sys.stderr.write(format_problems(error, "This sweep") + "\n")
         return EXIT_USER
@@ -157,6 +150,20 @@ def main(argv: Sequence[str], run: RunFunction = run_train_py) -> int:
         sys.stdout.write("Stopped. Run the same command to resume the sweep.\n")
         return stopped
     return 0 if all(state[combination].finished for combination in sweep.combinations) else EXIT_FAILED
+
+
+@contextmanager
+def _locked(sweep: Sweep) -> Iterator[None]:
+    """Lock a sweep's folder, which is created if it is missing. Raises ConfigError."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked_folder(sweep.folder))
+        except OSError as error:
+            taken = isinstance(error, FolderTaken)
+            rule = "is in use by another process" if taken else f"cannot be written: {error.strerror}"
+            advice = "wait for its end, or " * taken + f"write another {RUN_DIR}=PATH"
+            raise ConfigError([Problem(RUN_DIR, str(sweep.folder), rule, advice)]) from None
+        yield
 
 
 def plan_runs(sweep: Sweep, any_device: bool) -> list[Plan]:
