@@ -165,8 +165,7 @@ def check_rope_scaling(model: ModelConfig, dim: int) -> Iterator[Problem]:
     if scaling is None:
         return
     kind, section = scaling.rope_type, "model.rope_scaling"
-    optional = [field.name for field in fields(RopeScaling) if field.default is None]
-    for key in optional:
+    for key in [field.name for field in fields(RopeScaling) if field.default is None]:
         value = getattr(scaling, key)
         if value is not None and key not in KEYS[kind]:
             users = " and ".join(name for name in ROPE_TYPES if key in KEYS[name])

@@ -151,8 +151,7 @@ class SFTDataset:
             lengths = np.bincount(answers, loss_mask, size).astype("float32")
             sample |= {"answers": answers, "numbers": np.array(numbers, dtype="int64"), "lengths": lengths}
         if format == UNPAIRED:
-            is_desirable = [mask[0] < LABELLED + REJECTED for _, mask in examples] or [False]
-            sample["desirable"] = np.array(is_desirable)
+            sample["desirable"] = np.array([mask[0] < LABELLED + REJECTED for _, mask in examples] or [False])
         if format and self.reference is not None:
             columns = slice(None) if format == PAIRS else column
             sample["reference"] = self.reference[numbers, columns].reshape(-1)

@@ -156,8 +156,7 @@ def build_streams(plan: Plan) -> tuple[SampleStream, dict[str, SampleStream]]:
         problems.append(Problem("data.prefixes", plan.config.data.prefixes, rule, fix))
     raise_on_all_ranks(problems)
     graded = graded_datasets(plan, training.timeline, training.datasets, levels_of(plan))
-    training = SampleStream(training.timeline, graded)
-    return training, validation
+    return SampleStream(training.timeline, graded), validation
 
 
 def resume_streams(

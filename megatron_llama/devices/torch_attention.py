@@ -390,8 +390,7 @@ def _largest_of_block(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
     """Return the largest score of each head [heads] of fp32 q and k, except where ``hidden`` is true. Frees the scores,
     so that one block exists at a time."""
     scores = _by_kv_head(q * q.shape[3] ** -0.5, k.shape[1]) @ k.mT
-    scores = scores.unflatten(2, (-1, q.shape[2])).masked_fill_(hidden, -torch.inf)
-    return scores.amax((0, 3, 4)).flatten()
+    return scores.unflatten(2, (-1, q.shape[2])).masked_fill_(hidden, -torch.inf).amax((0, 3, 4)).flatten()
 
 
 def _score_blocks(queries: _Queries, step: int, window: int) -> Iterator[tuple[range, range]]:

@@ -122,8 +122,7 @@ def run_assignment(assignment: Assignment, plan: Plan, entry: Entry) -> NoReturn
 
 def _end_compile_processes() -> None:
     """Kill Inductor's compile processes, which would outlive this process by up to a minute."""
-    inductor = sys.modules.get("torch._inductor.async_compile")
-    for pool in getattr(inductor, "_pool_set", ()):
+    for pool in getattr(sys.modules.get("torch._inductor.async_compile"), "_pool_set", ()):
         if (process := getattr(pool, "process", None)) is not None:
             process.kill()
 

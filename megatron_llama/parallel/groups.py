@@ -183,8 +183,7 @@ def raise_on_all_ranks(error: Exception | Sequence[Problem] | None) -> None:
     Problems of all ranks, also of ConfigErrors, are raised as one ConfigError without duplicates. If there are none,
     the lowest rank's exception is raised; other ranks raise a pickled copy.
     """
-    local = error.problems if isinstance(error, ConfigError) else error
-    gathered: list[Any] = gather_objects(local)
+    gathered: list[Any] = gather_objects(error.problems if isinstance(error, ConfigError) else error)
     problems: list[Problem] = []
     for reported in gathered:
         if not isinstance(reported, Exception):  # not a set below: a problem's value may be a list

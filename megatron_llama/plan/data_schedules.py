@@ -146,8 +146,7 @@ class TokenSchedule:
 
     def sequences(self, step: int, batches: BatchSchedule) -> Iterator[tuple[RetainedTokens, int]]:
         """Yield (retained tokens, number of sequences) up to ``step`` of ``batches``, which begin at step 0."""
-        starts = [*self.lengths(step), step + 1]
-        for first, following in pairwise(starts):
+        for first, following in pairwise([*self.lengths(step), step + 1]):
             yield self.retained(first), batches.after(following - 1).samples - batches.after(first - 1).samples
 
     def layer_tokens(self, step: int, batches: BatchSchedule) -> int:

@@ -247,8 +247,7 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
     if optim.state_bits:
         share = state_bytes_8bit(STATE_BLOCK) / STATE_BLOCK
         yield _line("", f"states of matrices in {optim.state_bits} bits: {share:g} bytes per value")
-    target = str(optim.schedule.get("_target_", ""))
-    schedule = target.removeprefix("megatron_llama.optim.schedules.")
+    schedule = str(optim.schedule.get("_target_", "")).removeprefix("megatron_llama.optim.schedules.")
     warmup = f"{optim.warmup_steps} warm-up {plural(optim.warmup_steps or 0, 'step')}"
     end = f" · {optim.constant_steps} at the end" if optim.constant_steps else ""
     yield _line("schedule", f"{schedule} · {warmup}{end}")

@@ -90,8 +90,7 @@ def _working(plan: Plan, stage: StageParameters) -> int:
         return 0
     quantized = stage.quantizable if plan.quantized else 0
     if kind == COPIES:
-        trained_only = plan.frozen_dtype == plan.precision.compute_dtype
-        cast = stage.trained if trained_only else stage.held - quantized
+        cast = stage.trained if plan.frozen_dtype == plan.precision.compute_dtype else stage.held - quantized
         return cast * BYTES[plan.precision.compute_dtype]
     packed = quantized_bytes(plan.quantized, quantized) if plan.quantized else 0
     return (stage.held - quantized) * BYTES[plan.precision.compute_dtype] + packed

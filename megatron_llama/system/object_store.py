@@ -222,8 +222,7 @@ class _Ranges(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        end = min(self._position + len(buffer), self._size)
-        content = self._path.read_bytes(self._position, end)
+        content = self._path.read_bytes(self._position, min(self._position + len(buffer), self._size))
         buffer[: len(content)] = content
         self._position += len(content)
         return len(content)

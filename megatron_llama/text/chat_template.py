@@ -78,8 +78,7 @@ class NamedTemplate:
         end_token = "eos_token" if tokenizer.control(END) is None else json.dumps(END)
 
         def expression(text: str, *values: str) -> str:
-            parts = [json.dumps(part) for part in text.split(END)]
-            whole = f" + {end_token} + ".join(parts)
+            whole = f" + {end_token} + ".join([json.dumps(part) for part in text.split(END)])
             return "{{ " + " + ".join([whole, *values]) + " }}"
 
         content, (before, close, after) = "message['content']", self.assistant
@@ -134,8 +133,7 @@ class RenderedText:
         has_end = self.end != "" and stripped.endswith(self.end)
         stop = len(stripped) if has_end else len(turn.text)  # white space after the end token has no loss, as in chats
         parts = turn.text[:start], turn.text[start:stop] + ("" if has_end else self.end), turn.text[stop:]
-        spans = zip(parts, (False, True, False), strict=True)
-        return [TextSpan(text, learn) for text, learn in spans if text]
+        return [TextSpan(text, learn) for text, learn in zip(parts, (False, True, False), strict=True) if text]
 
 
 def _marked(text: str, learn: bool) -> list[TextSpan]:

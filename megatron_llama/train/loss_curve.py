@@ -181,6 +181,5 @@ def moving_average(values: npt.ArrayLike, window: int) -> Floats:
 
 
 def _sliding_sum(values: Floats, window: int) -> Floats:
-    zero = np.zeros((*values.shape[:-1], 1))
-    sums = np.concatenate((zero, np.cumsum(values, axis=-1)), axis=-1)
+    sums = np.concatenate((np.zeros((*values.shape[:-1], 1)), np.cumsum(values, axis=-1)), axis=-1)
     return sums[..., window:] - sums[..., :-window]

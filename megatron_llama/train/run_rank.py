@@ -42,8 +42,7 @@ def run_rank(plan: Plan) -> None:
         phase.enter("building the model", phase.PATIENT)
         model = build_model(plan, topology, device, torch_device)
         phase.enter("opening the data", phase.PATIENT)
-        data = build_data(plan, topology, torch_device, device.pins_memory)
-        train_model(plan, topology, device, model, data)
+        train_model(plan, topology, device, model, build_data(plan, topology, torch_device, device.pins_memory))
         phase.enter("leaving the other ranks")
 
 

@@ -143,8 +143,7 @@ Reads = list[tuple[str, int]]
 
 def reads_of(folder: Path, *overrides: str, until: int) -> Reads:
     """Return the samples of a run in ``folder`` up to step ``until``, which it saves."""
-    plan = make_plan(1, folder / "run", *ON_FILES, *overrides)
-    return run_ranks(_read, 1, plan, until)[0]
+    return run_ranks(_read, 1, make_plan(1, folder / "run", *ON_FILES, *overrides), until)[0]
 
 
 def _read(rank: int, plan: Plan, until: int) -> Reads:

@@ -67,8 +67,7 @@ def test_one_change(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind in ALLOWED])
 def test_before_the_first_step_data_batch_and_optimizer_may_be_any(name: str, folder: Path) -> None:
-    changed = differences_of(name, folder, step=0)
-    assert outcome(changed) == "free"
+    assert outcome(differences_of(name, folder, step=0)) == "free"
 
 
 def test_the_same_run_differs_in_nothing(folder: Path) -> None:

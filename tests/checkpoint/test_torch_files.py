@@ -129,8 +129,7 @@ def _unpadded(weights: State, group: list[str], rank: int, ranks: int) -> int:
 
 def _flat(state: State, group: list[str], stage: int, rank: int, ranks: int) -> torch.Tensor:
     if stage == 3:
-        parts = [_part(state[name].flatten(), rank, ranks, 1) for name in group]
-        return torch.cat(parts)
+        return torch.cat([_part(state[name].flatten(), rank, ranks, 1) for name in group])
     return _part(torch.cat([state[name].flatten() for name in group]), rank, ranks, 2).clone()
 
 

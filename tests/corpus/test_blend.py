@@ -38,8 +38,7 @@ def by_hand(weights: list[float], count: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("weights", BLENDS, ids=lambda weights: f"{len(weights)}-{weights[0]:.3g}")
 def test_a_blend_is_its_datasets_in_their_shares(weights: list[float]) -> None:
     blend, counts = Blend(weights), [0] * len(weights)
-    expected = by_hand(weights, 2 * WINDOW + 100)
-    for number, (dataset, sample) in enumerate(expected):
+    for number, (dataset, sample) in enumerate(by_hand(weights, 2 * WINDOW + 100)):
         assert blend.at(number) == (dataset, sample)
         assert counts[dataset] == sample, "a sample was skipped or repeated"
         counts[dataset] += 1

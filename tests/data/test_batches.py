@@ -161,8 +161,7 @@ def test_the_next_batches_are_read_ahead() -> None:
 
 
 def test_an_error_is_raised_with_its_batch_and_traceback() -> None:
-    samples = Watched(broken=19)
-    with Prefetcher(batches_of(samples), end=10**6) as prefetcher:
+    with Prefetcher(batches_of(Watched(broken=19)), end=10**6) as prefetcher:
         prefetcher.at(0)
         prefetcher.at(8)
         with pytest.raises(OSError, match="sample 19") as caught:

@@ -188,8 +188,7 @@ def _open(where: list[int], token: str) -> _Opened | None:
 
 
 def _reopen(process: int, descriptor: int) -> FileIO:
-    path = f"/proc/{process}/fd/{descriptor}"
-    return FileIO(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC), "r+")
+    return FileIO(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC), "r+")
 
 
 class SharedMemoryGroup(dist.ProcessGroup):

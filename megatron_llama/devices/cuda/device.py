@@ -209,8 +209,7 @@ class Cuda(Device):
         torch.cuda.synchronize()
 
     def register_host_memory(self, buffer: torch.Tensor) -> None:
-        error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
-        torch.cuda.check_error(int(error))
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)))
 
     def unregister_host_memory(self, buffer: torch.Tensor) -> None:
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())))
