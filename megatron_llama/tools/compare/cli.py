@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_FAILED if comparison.differ else EXIT_USER
 
 
-def _write_report(comparison: Comparison, prefix: str) -> None:
+def _write_report(comparison: Comparison, prefix: Path) -> None:
     """Write the picture and the page, and print their paths."""
     picture, page = Path(f"{prefix}.png"), Path(f"{prefix}.html")
     picture.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     text = "global batch size of runs that log steps but not samples"
     add("--samples-per-step", action="append", default=[], metavar="[RUN=]N", help=text)
     text = "write the curves to PREFIX.png and PREFIX.html (default: no file)"
-    add("--out", metavar="PREFIX", help=text)
+    add("--out", type=Path, metavar="PREFIX", help=text)
     return result
 
 
@@ -128,13 +128,12 @@ def _wrong_numbers(arguments: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("--window", arguments.window, "must be above 0, in samples", "omit --window")
     if not 0 <= arguments.min_overlap <= 1:
         yield Problem("--min-overlap", arguments.min_overlap, "must be a share from 0 to 1", "write --min-overlap 0.9")
-    known = {Path(path).resolve() for path in (arguments.reference, *arguments.others)}
-    for path in arguments.seeds:
-        where = Path(path).resolve()
-        if where in known:
-            rule = "is given twice: a run cannot be compared with a mean that includes it"
-            yield Problem("--seeds", path, rule, "give each run once")
-        known.add(where)
+    known = {Path(arguments.reference).resolve()}
+    for field, paths in (("run", arguments.others), ("--seeds", arguments.seeds)):
+        for path in paths:
+            if (where := Path(path).resolve()) in known:
+                yield Problem(field, path, "is given twice", "give each run once")
+            known.add(where)
 
 
 def _samples_per_step(texts: Sequence[str], paths: Sequence[str], problems: list[Problem]) -> dict[str, float]:

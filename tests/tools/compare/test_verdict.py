@@ -175,7 +175,7 @@ def test_separate_seeds_extend_the_band(write: Write) -> None:
     """Four runs at constant distances are four samples, independent of the number of steps."""
     loose = [write(f"k{i}", falling() * (1 + 0.002 * i)) for i in range(4)]
     spread = 0.002 * np.std([0, 1, 2, 3], ddof=1) / 1.003
-    result = compared(loose[0], loose[0], seeds=loose[1:], tolerance=0.0)
+    result = compared(loose[0], write("same", falling()), seeds=loose[1:], tolerance=0.0)
     assert result.band == pytest.approx(student_t(0.995, 3) * spread * np.sqrt(1.25), rel=1e-3)
 
 
@@ -198,6 +198,7 @@ def test_duplicate_seeds_are_rejected(write: Write) -> None:
     assert problem.field == "--seeds" and "has exactly the losses of" in problem.rule
     for twice in ([a], [b], [twin, twin]):
         assert any("given twice" in problem.rule for problem in problems(a, b, seeds=twice))
+    assert [problem.field for problem in problems(a, b, a)] == ["run"]
 
 
 @pytest.mark.parametrize("batch", [2, 16, 24])
@@ -265,7 +266,7 @@ def test_page_of_each_situation(write: Write) -> None:
         page += f"== {name}\nagree: {result.agree}, differ: {result.differ}\n{text}\n"
     # Gaps of equal size: rounding decides where the largest is.
     GoldenFiles.check("tools/compare/verdicts.txt", page, {r"(gap +[-+][\d.]+%) at [\d,]+ samples": r"\1"})
-    assert "The curve agrees" in as_text(compared(a, a)), "names may be wider than the page"
+    assert "The curve agrees" in as_text(compared(a, write("n" * 90, whole))), "names may be wider than the page"
     assert [problem.field for problem in problems(a, quarter, min_overlap=90)] == ["--min-overlap"]
 
 
