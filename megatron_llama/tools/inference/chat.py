@@ -208,8 +208,8 @@ class PromptBuilder:
             yield
         except RecordError as error:
             rule = f"the chat template {self.template} of {self.tokenizer.path} rejects this conversation ({error})"
-            options = ["--tools"] * bool(self.context.tools) + ["--system"] * (turns[0].role == "system")
-            instead = " or ".join([f"remove {option}" for option in options] + ["use --prompt"])
+            options = ["remove --tools"] * bool(self.context.tools) + ["remove --system"] * (turns[0].role == "system")
+            instead = " or ".join([*options, "write --chat-template FILE.jinja" if options else "use --prompt"])
             raise ConfigError([Problem(ARGUMENT, self.template, rule, instead)]) from None
 
     def parse_answer(self, ids: Sequence[int]) -> str:
