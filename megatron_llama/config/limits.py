@@ -208,7 +208,8 @@ def not_blank(rule: str, example: str) -> Limit:
 
 def plain_url(example: str) -> Limit:
     """Require the URL of a folder in an object store."""
-    return Limit(is_plain_url, "must be the URL of an object store, without credentials", example)
+    rule = "must be the URL of a folder in an object store, without credentials"
+    return Limit(lambda url: is_plain_url(url) and "/" in url.strip("/").partition("://")[2], rule, example)
 
 
 def is_weight(item: object) -> bool:

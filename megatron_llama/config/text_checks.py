@@ -14,6 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_llama.config.problems import Problem, shorten
+from megatron_llama.system.object_store import is_url
 from megatron_llama.system.wrapping import CONTROL
 
 # Limits on ``${...}``: a few short lines that refer to each other twice can expand to gigabytes, or never end. The size
@@ -39,6 +40,7 @@ LONGEST_NAME = 255
 """Bytes in a file's name, on every common file system."""
 LONGEST_PATH = 4095
 _NO_PATHS = re.compile(r"logging\.sample_prompts|data\.prepare|launch\.|allow_targets|hook\.|optim\.")
+_LOCAL = re.compile(r"run\.dir|data\.cache_dir|trainer\.compile_cache|checkpoint\.fallback_dir|logging\.prometheus")
 
 
 def check_texts(config: Mapping[str, Any]) -> list[Problem]:
@@ -67,6 +69,9 @@ def _problem_of_text(name: str, text: str) -> Problem | None:
         return Problem(name, text, f"contains the control character {control.group()!r}", "remove the character")
     if _NO_PATHS.match(name):
         return None
+    if _LOCAL.fullmatch(name) and is_url(text):
+        both = f", and checkpoint.dir={text}" * (name == "run.dir")
+        return Problem(name, text, "must be a local path", f"write a local path{both}")
     longest = max(len(part.encode()) for part in text.split("/"))
     if longest <= LONGEST_NAME and len(text.encode()) <= LONGEST_PATH:
         return None

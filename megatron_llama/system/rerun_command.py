@@ -8,7 +8,10 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from megatron_llama.system.object_store import hide_credentials, is_url
 
 COMMAND = "MEGATRON_LLAMA_COMMAND"
 """Variable with the command's words before the settings; ranks and other hosts inherit it."""
@@ -70,12 +73,19 @@ def _read_parent() -> list[str] | None:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser that reports an option which is given twice."""
+    """A parser that reports an option which is given twice, and the URL of an object store in place of a local path."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for name in (None, "store"):
             self.register("action", name, _Store)
+        self.register("type", Path, _local_path)
+
+
+def _local_path(text: str) -> Path:
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"{hide_credentials(text)} must be a local path")
+    return Path(text)
 
 
 class _Store(argparse.Action):

@@ -205,8 +205,8 @@ def test_a_save_that_fails_for_good_stops_the_run(store: Store, tmp_path: Path) 
     [
         ("gs://bucket/run", "needs a package that is not installed"),
         ("foo://bucket/run", "names the unknown protocol foo"),
-        ("s3://user:secret@bucket/run", "must be the URL of an object store, without credentials"),
-        ("/tmp/run", "must be the URL of an object store, without credentials"),
+        ("s3://user:secret@bucket/run", "must be the URL of a folder in an object store, without credentials"),
+        ("s3://bucket/", "must be the URL of a folder in an object store, without credentials"),
         ("s3://no-such-bucket/run", "there is no such bucket"),
     ],
 )

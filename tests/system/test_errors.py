@@ -85,7 +85,7 @@ def test_scripts_end_quietly_with_their_reader(script: str, tmp_path: Path) -> N
     assert done.returncode in (0, 141) and done.stderr == b"", done.stderr.decode()  # argparse swallows some errors
 
 
-def test_an_option_that_is_given_twice_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_given_twice_and_urls_of_paths_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     parser = ArgumentParser(prog="x")
     parser.add_argument("files", nargs="*")
     for name, more in (("--one", {}), ("--several", {"action": "append"}), ("--flag", {"action": "store_true"})):
@@ -94,6 +94,10 @@ def test_an_option_that_is_given_twice_is_reported(capsys: pytest.CaptureFixture
     assert (given.one, given.several, given.flag) == ("1", ["1", "2"], True) and not capsys.readouterr().err
     assert parser.parse_args(["--one", "1", "a", "--one=2"]).one == "2"
     assert capsys.readouterr().err == "x: --one is given more than once; the last value is used\n"
+    parser.add_argument("--path", type=Path)
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--path", "s3://me:secret@bucket/x"])
+    assert "argument --path: s3://...@bucket/x must be a local path" in capsys.readouterr().err
 
 
 # Runs a program in a process that gets the signal when it first imports a module.
