@@ -95,8 +95,7 @@ def test_mock_samples_are_a_function_of_seed_and_index() -> None:
         assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
         assert 0 <= sample["tokens"].min() and sample["labels"].max() < 50
         assert sample["tokens"].shape == sample["labels"].shape == sample["loss_mask"].shape == (16,)
-    documents = MockDataset(1, 10, 100, seed=1, examples=4)[0]["documents"]
-    assert documents.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3]
+    assert MockDataset(1, 11, 100, seed=1, examples=2)[0]["documents"].tolist() == [0] * 6 + [1] * 5
     assert "documents" not in MockDataset(1, 10, 100, seed=1)[0]
 
 

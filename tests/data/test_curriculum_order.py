@@ -87,6 +87,7 @@ def test_no_sample_is_above_its_step(prefix: str) -> None:
     dataset, order = stream.datasets[prefix]._dataset, stream.datasets[prefix]._graded
     document, token = order.place(dataset, 7, 9)
     assert dataset.sequence(document)[token] == order.text(dataset, 7)[0][9]
+    assert all(sum(order.text(dataset, number)[1]) == LENGTH + 1 for number in range(len(units)))
 
 
 def test_after_the_curriculum_every_sample_is_seen(prefix: str) -> None:
