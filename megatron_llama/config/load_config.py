@@ -161,8 +161,7 @@ def _set_all(config: DictConfig, values: Sequence[Override], problems: list[Prob
             _set(config, override.key_or_group, _value(override), problems)
     if wrong := check_interpolations(config):
         raise ConfigError([*problems, *wrong])
-    wrong = check_kinds(config)
-    problems += wrong
+    problems += (wrong := check_kinds(config))
     if any(problem.field not in settings_by_name() for problem in wrong):
         raise ConfigError(problems)
     for problem in wrong:
@@ -324,6 +323,8 @@ def _syntax_problem(text: str) -> Problem:
         rule, instead = "has an open bracket", f"close it; a list with spaces needs quotes: '{name}=[1, 2]'"
     elif value.startswith("="):
         instead = f"write {name}={value.lstrip('=')}"
+    elif equals and re.match(r"[\['\"]*~/", value):  # quoted, it would name a folder ~ in the current folder
+        instead = f"write $HOME, because the shell keeps this ~: {name}={value.replace('~/', '$HOME/')}"
     elif equals and name:
         quoted = {"[]": _quote_list(value[1:-1]), "{}": shlex.quote(re.sub(r"(?<!\\)[()=]", r"\\\g<0>", value))}
         instead = f"quote or escape the value: {name}={quoted.get(value[0] + value[-1]) or quote_value(value)}"
@@ -370,8 +371,7 @@ def _problem_in_files(error: BaseException, choices: Mapping[str, str]) -> Probl
     """Return the problem of an error that Hydra, OmegaConf or PyYAML raised on a file in conf/ or a user's file."""
     user_file = choices.get(EXPERIMENT, "")
     files = {f"{EXPERIMENT}/{USER_FILE}": user_file} if is_file(EXPERIMENT, user_file) else {}
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        mark = error.problem_mark
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
         where = f"{mark.name}, line {mark.line + 1}"
         return Problem("conf", None, f"{where} is not valid YAML: {error.problem}", "correct that line")
     cause: BaseException | None = error
