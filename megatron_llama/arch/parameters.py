@@ -274,8 +274,7 @@ def saves_module(module: str, model: ModelConfig, finetune: FinetuneConfig) -> b
 
 def whole_model(model: ModelConfig, finetune: FinetuneConfig) -> StageParameters:
     """Return the parameters of the whole model, including LoRA, without padding and copies."""
-    layers = range(model.num_hidden_layers)
-    return stage_parameters(model, finetune, layers, 1, first=True, last=True, padded=False)
+    return stage_parameters(model, finetune, range(model.num_hidden_layers), 1, first=True, last=True, padded=False)
 
 
 def stage_parameters(

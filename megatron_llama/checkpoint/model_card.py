@@ -166,8 +166,7 @@ def base_license(folder: Path) -> str:
     except (OSError, ValueError):
         return UNKNOWN
     end = lines.index("---", 1) if lines[:1] == ["---"] and "---" in lines[1:] else 0
-    matches = (_LICENSE.fullmatch(line) for line in lines[:end])
-    return next((match[1] for match in matches if match), UNKNOWN)
+    return next((match[1] for match in (_LICENSE.fullmatch(line) for line in lines[:end]) if match), UNKNOWN)
 
 
 def _code(text: str) -> str:

@@ -177,7 +177,7 @@ class Jinja:
         """Return the rendered conversation, with control tokens as part of its text.
 
         Answers are the template's generation blocks, if it has any. Otherwise an answer is the text that follows the
-        prompt for it. Omitted reasoning, and blocks that differ from the answers, are added to ``notes``.
+        prompt for it. ``notes`` gets omitted reasoning, blocks that differ from the answers, and answers without end.
 
         Raises RecordError.
         """
@@ -195,6 +195,8 @@ class Jinja:
             trimmed = [len(whole[:at].rstrip()) if number % 2 else at for number, at in enumerate(boundaries)]
             if derived and trimmed != derived and notes is not None:
                 notes.append("generation block differs from the answer")
+        elif notes is not None and any(not whole[:end].rstrip().endswith(self._ends) for end in boundaries[1::2]):
+            notes.append("answer without an end token of the tokenizer")
         boundaries = [0, *boundaries, len(whole)]
         if boundaries != sorted(boundaries):
             raise RecordError("template_refuses", "its answers are not in the order of the turns")

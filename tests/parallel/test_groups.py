@@ -42,8 +42,7 @@ def _groups(rank: int, plan: Plan) -> tuple[dict[str, list[int]], dict[str, str 
         assert model.replicated.kv_group is not None
         kinds["kv heads"] = axis_of(model.replicated.kv_group)
         for name in ("replicate", "shard"):
-            mesh = model.shards[0].parameter.device_mesh  # type: ignore[attr-defined]
-            kinds[name] = axis_of(mesh.get_group(name))
+            kinds[name] = axis_of(model.shards[0].parameter.device_mesh.get_group(name))
         assert dist.group.WORLD is not None
         kinds["world"] = axis_of(dist.group.WORLD)
         kinds["unknown"] = axis_of(dist.new_group(range(8)))

@@ -138,7 +138,7 @@ CHECKPOINTS: dict[str, list[str]] = {
 
 
 def test_checkpoints_that_cannot_be_resumed(folder: Path) -> None:
-    touch("torch_dist/common.pt", "torch_dist/.metadata", "ours/checkpoint.json")
+    touch("torch_dist/common.pt", "torch_dist/.metadata", "ours/checkpoint.json", "ours/best")
     names = ("atuo", "runs/x", "s3://a:b@c/d", "ours/step_00000009", "ours/checkpoint.json")
     rows = {name: problems_of(make(**{"checkpoint.resume": name})) for name in names}
     for name, files in CHECKPOINTS.items():
@@ -146,7 +146,7 @@ def test_checkpoints_that_cannot_be_resumed(folder: Path) -> None:
         touch(*(f"{name}/{file}" for file in files))
         rows[name] = problems_of(make(**{"checkpoint.resume": name}))
     check_page("resume", rows, folder)
-    assert not any(problems_of(make(**{"checkpoint.resume": name})) for name in ("torch_dist", "ours"))
+    assert not any(problems_of(make(**{"checkpoint.resume": name})) for name in ("torch_dist", "ours", "ours/best"))
 
 
 def test_a_folder_without_permission(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

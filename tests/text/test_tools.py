@@ -150,7 +150,8 @@ def test_reasoning_is_learned_or_reported() -> None:
     for source in (LLAMA31, QWEN25):
         template(source).render_spans(THOUGHT, notes=notes)
     NAMED_TEMPLATES["plain"].render_spans(THOUGHT, notes=notes)
-    assert notes == [REASONING_OMITTED] * 3
+    template(QWEN25.replace("im_end", "stop")).render_spans(TURNS, notes=notes)  # no token of the tokenizer
+    assert notes == [REASONING_OMITTED] * 3 + ["answer without an end token of the tokenizer"]
     record = {"messages": [{"role": "user", "content": ASK}, {**THOUGHT[1].message, "thinking": "x"}]}
     assert parse_turns(record, "auto") == (THOUGHT, [])
 

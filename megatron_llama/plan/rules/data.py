@@ -313,7 +313,7 @@ def _checkpoint(config: Config, exists: Exists) -> Iterator[Problem]:
     resume = config.checkpoint.resume
     if resume in ("auto", "never") or is_plain_url(resume):  # rank 0 asks the store
         return
-    if not exists(resume) or os.path.isfile(resume):
+    if not exists(resume) or (os.path.isfile(resume) and os.path.basename(resume) not in ("latest", "best")):
         near = recognize(Path(resume).parent)
         newest = shlex.quote(str(near.folder)) if near and near.format == OURS else None
         advice = closest_match(resume, ("auto", "never")) or newest or "auto, never, or the path of a checkpoint"
