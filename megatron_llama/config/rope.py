@@ -99,8 +99,7 @@ def same_rope(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) 
     if not ours or not theirs:
         return not ours and not theirs
     defaults = asdict(RopeScaling())
-    kind = ours.get("rope_type")
-    keys = ("rope_type", *KEYS.get(str(kind), ()))
+    keys = ("rope_type", *KEYS.get(str(ours.get("rope_type")), ()))
     return all(equal_values(ours.get(key, defaults[key]), theirs.get(key, defaults[key])) for key in keys)
 
 

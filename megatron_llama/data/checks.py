@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +43,7 @@ def check_data(config: Config) -> list[Problem]:
     problems = [] if tokenizer is None else _tokenizer_problems(config, tokenizer, tokens)
     setting, path = ("data.tokenizer", data.tokenizer) if tokenizer else ("init_from", config.init_from)
     if path is not None and not problems:
-        problems = [problem for _, prefix in named for problem in tokenizer_mismatch(prefix, setting, path, new)]
+        problems = [*tokenizer_mismatches([prefix for _, prefix in named], setting, path, new)]
     for name, prefix in named:
         try:
             dataset = IndexedDataset(prefix)
@@ -144,29 +144,31 @@ def _tokenizer_problems(config: Config, file: Path, tokens: int | None) -> list[
     return []
 
 
-def tokenizer_mismatch(prefix: str, setting: str, path: str, new: NewTokens) -> list[Problem]:
-    """Return a problem if the dataset's manifest has another tokenizer than ``path`` with the tokens ``new``.
+def tokenizer_mismatches(prefixes: Sequence[str], setting: str, path: str, new: NewTokens) -> Iterator[Problem]:
+    """Yield a problem for each dataset whose manifest has another tokenizer than ``path`` with the tokens ``new``.
 
     A folder's tokenizer.json or sentencepiece model may be the dataset's. Datasets of other programs have no manifest.
     """
-    manifest = location(prefix + ".json")
     files = [tokenizer_file(path), *([] if new else [Path(path, SENTENCEPIECE_MODEL)])]
     hashes = [tokenizer_sha256(file, new) for file in files if file.is_file()]
-    try:
-        content = read_json(manifest) if hashes and manifest.is_file() else {}
-        used, tokens = content.get("tokenizer"), NewTokens.of(content.get("options") or {})
-    except (OSError, ValueError, AttributeError) as error:
-        rule = f"its manifest {manifest} cannot be read: {error}"
-        return [Problem("data.prefixes", prefix, rule, "prepare the dataset again")]
-    if content.get("tokenizer_sha256") in (None, *hashes):
-        return []
     flag = "--tokenizer " if setting.startswith("--") else "data.tokenizer="
-    rule = f"{prefix} was prepared with another tokenizer, {used} (the sha256 differ)"
-    fix = f"prepare it with --tokenizer-model {path}, or write {flag}{used} if that has the same ids"
-    if tokens != new:
-        rule = f"{prefix} was prepared with the new tokens {format_value([*tokens.plain, *tokens.special])}"
-        fix = "write data.add_tokens and data.add_special_tokens of the dataset, or prepare it again"
-    return [Problem(setting, path, rule, fix)]
+    for prefix in prefixes if hashes else ():
+        manifest = location(prefix + ".json")
+        try:
+            content = read_json(manifest) if manifest.is_file() else {}
+            used, tokens = content.get("tokenizer"), NewTokens.of(content.get("options") or {})
+        except (OSError, ValueError, AttributeError) as error:
+            rule = f"its manifest {manifest} cannot be read: {error}"
+            yield Problem("data.prefixes", prefix, rule, "prepare the dataset again")
+            continue
+        if content.get("tokenizer_sha256") not in (None, *hashes):
+            rule = f"{prefix} was prepared with another tokenizer, {used} (the sha256 differ)"
+            fix = f"prepare it with --tokenizer-model {path}, or write {flag}{used}"
+            fix += " if that has the same ids" * (setting != "data.tokenizer")
+            if tokens != new:
+                rule = f"{prefix} was prepared with the new tokens {format_value([*tokens.plain, *tokens.special])}"
+                fix = "write data.add_tokens and data.add_special_tokens of the dataset, or prepare it again"
+            yield Problem(setting, path, rule, fix)
 
 
 def _example_problems(config: Config, name: str, prefix: str, index: Index) -> Iterator[Problem]:

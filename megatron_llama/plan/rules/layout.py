@@ -277,8 +277,7 @@ def groups_divide_a_shard_group(config: Config, world_size: int) -> Iterator[Pro
     for name, group in groups.items():
         if shared is not None and group is not None and (shared % group or group == shared):
             rule = f"must divide the {shared} ranks of a shard group, and be smaller"
-            sizes = [size for size in range(2, shared) if shared % size == 0]
-            advice = nearest_legal(name, group, sizes)
+            advice = nearest_legal(name, group, [size for size in range(2, shared) if shared % size == 0])
             yield Problem(name, group, rule, f"{advice}, or omit it" if advice else f"write {name}=null")
 
 

@@ -26,7 +26,7 @@ from megatron_llama.config.data_settings import MASK_SUFFIX, stored_format, stri
 from megatron_llama.config.rope import longest_sequence
 from megatron_llama.config.settings import DataConfig
 from megatron_llama.corpus.indexed_format import IndexedDataset
-from megatron_llama.data.checks import check_data, has_labels, mask_problem, tokenizer_mismatch
+from megatron_llama.data.checks import check_data, has_labels, mask_problem, tokenizer_mismatches
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import path_exists, read_json
 from megatron_llama.text.conversation import LABELLED, Template
@@ -293,7 +293,7 @@ def dataset_task(arguments: Namespace, opened: OpenedModel, problems: Problems, 
         if is_set and value is not None:
             problems.add(flag, value, "does not apply to a fine-tuning set", f"remove {flag}")
     if (used := opened.tokenizer) is not None:
-        problems.items += tokenizer_mismatch(arguments.dataset, "--tokenizer", str(used.path), used.new_tokens)
+        problems.items += tokenizer_mismatches([arguments.dataset], "--tokenizer", str(used.path), used.new_tokens)
     return partial(measure_dataset, arguments.dataset, seq_length, arguments.max_tokens)
 
 
