@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from contextlib import suppress
+from functools import reduce
+from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -116,32 +118,19 @@ def check_kinds(config: DictConfig) -> list[Problem]:
     OmegaConf checks the types of values only. ``check_interpolations`` must have accepted the config. References to
     names that do not exist are not reported here.
     """
-    problems = [
-        Problem(_setting(path), text, "means that a value is missing", "write the value")
-        for path, text in _texts(OmegaConf.to_container(config, resolve=False))
-        if text == _MISSING
-    ]
-    for name, written in _references(config, ""):
-        try:
-            value = OmegaConf.select(config, name)
-        except OmegaConfBaseException:
-            continue
-        kinds = {DictConfig: "a section or mapping", ListConfig: "a list"}
-        if value is not None and not isinstance(value, kind := type(written)):
-            rule = f"must be {kinds[kind]}, and refers to a value that is not"
-            problems.append(Problem(name, str(OmegaConf.to_container(written, resolve=False)), rule, _INSTEAD))
+    texts = list(_texts(OmegaConf.to_container(config, resolve=False)))
+    rule = "means that a value is missing"
+    problems = [Problem(_setting(path), text, rule, "write the value") for path, text in texts if text == _MISSING]
+    kinds = {DictConfig: "a section or mapping", ListConfig: "a list"}
+    for path, text in texts:
+        written = reduce(lambda node, key: cast(Any, node)._get_node(key), path, config) if "${" in text else None
+        if isinstance(written, (DictConfig, ListConfig)):
+            name = _setting(path)
+            with suppress(OmegaConfBaseException):
+                if (value := OmegaConf.select(config, name)) is not None and not isinstance(value, type(written)):
+                    rule = f"must be {kinds[type(written)]}, and refers to a value that is not"
+                    problems.append(Problem(name, text, rule, _INSTEAD))
     return problems
-
-
-def _references(node: DictConfig, name: str) -> Iterator[tuple[str, DictConfig | ListConfig]]:
-    """Yield (setting, node) for each section, list and mapping that is a reference."""
-    for key in map(str, node):
-        child = node._get_node(key)
-        path = f"{name}.{key}" if name else key
-        if isinstance(child, (DictConfig, ListConfig)) and OmegaConf.is_interpolation(node, key):
-            yield path, child
-        elif isinstance(child, DictConfig) and not (child._is_none() or child._is_missing()):
-            yield from _references(child, path)
 
 
 def names_secret(variable: str) -> bool:

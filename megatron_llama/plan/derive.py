@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import re
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from megatron_llama.config.data_settings import derives_validation, raw_data_fil
 from megatron_llama.config.precision import PRECISIONS
 from megatron_llama.config.problems import format_value
 from megatron_llama.config.settings import SAVE_MINUTES, Config
+from megatron_llama.config.settings_table import get, sections, settings_by_name
 from megatron_llama.config.stored_settings import SCHEDULE_SOURCES
 from megatron_llama.corpus.splits import open_splits, samples_per_epoch
 from megatron_llama.plan.data_schedules import BatchSchedule
@@ -221,9 +223,15 @@ def derive_optimizer(config: Config) -> None:
 
 def resolved_schedule(config: Config) -> dict[str, Any]:
     """Return ``optim.schedule`` with ``${...}`` replaced by the values of other settings."""
-    if "${" not in str(config.optim.schedule):
+    text = str(config.optim.schedule)
+    if "${" not in text:
         return config.optim.schedule
     from omegaconf import OmegaConf  # imported here: configs built in Python need no OmegaConf
 
-    resolved = OmegaConf.to_container(OmegaConf.create(asdict(config)).optim.schedule, resolve=True)
-    return cast("dict[str, Any]", resolved)
+    # Only what the schedule names: OmegaConf needs longer for all settings than the rest of a plan.
+    root = OmegaConf.create({"optim": {"schedule": config.optim.schedule}})
+    names = {*settings_by_name(), *sections()}.intersection(re.findall(r"\w+(?:\.\w+)*", text))
+    for name in sorted(names):
+        value = get(config, name)
+        OmegaConf.update(root, name, asdict(value) if value is not None and name in sections() else value)
+    return cast("dict[str, Any]", OmegaConf.to_container(root.optim.schedule, resolve=True))
