@@ -39,8 +39,7 @@ class Change:
     @property
     def world_before(self) -> int:
         """Ranks of the first run."""
-        sizes = [self.base.get(f"trainer.{name}", 1) for name in AXIS_NAMES]
-        return math.prod(sizes)
+        return math.prod(self.base.get(f"trainer.{name}", 1) for name in AXIS_NAMES)
 
 
 CHANGES = {

@@ -252,8 +252,7 @@ def _save(model: GPTModel, optimizer: Any, source: Source) -> None:
     if source.files == "ranks":
         name = f"mp_rank_{rank_of[0]:02d}" + (f"_{rank_of[1]:03d}" if source.pp > 1 else "")
         (folder / name).mkdir()
-        content = {**state, "model": model.state_dict_for_save_checkpoint()}
-        torch.save(content, folder / name / "model_optim_rng.pt")
+        torch.save({**state, "model": model.state_dict_for_save_checkpoint()}, folder / name / "model_optim_rng.pt")
         return
     weights = model.sharded_state_dict(prefix="")
     if source.sharding is None:
@@ -263,8 +262,7 @@ def _save(model: GPTModel, optimizer: Any, source: Source) -> None:
     else:
         states = optimizer.sharded_state_dict(weights, metadata={"distrib_optim_sharding_type": source.sharding})
     with _manager():
-        whole = {**state, "model": weights, "optimizer": states}
-        dist_checkpointing.save(whole, str(folder), ("torch_dist", 1))
+        dist_checkpointing.save({**state, "model": weights, "optimizer": states}, str(folder), ("torch_dist", 1))
 
 
 @contextmanager

@@ -64,8 +64,7 @@ def make_plan(world_size: int, run_dir: Path, *overrides: str) -> Plan:
 def run(world_size: int, run_dir: Path, *overrides: str, until: int = 0, tamper: Tamper | None = None) -> Run:
     """Resume, train up to step ``until``, and save, on forked ranks. ``tamper`` gets the checkpointer on each rank
     first."""
-    plan = make_plan(world_size, run_dir, *overrides)
-    answers = run_ranks(_rank, world_size, plan, until, tamper)
+    answers = run_ranks(_rank, world_size, make_plan(world_size, run_dir, *overrides), until, tamper)
     first = answers[0][0]
     assert all(answer[0].losses == first.losses for answer in answers)
     first.random = [answer[0].random[0] for answer in answers]
@@ -99,8 +98,7 @@ def resumed(
     """Build a rank's model, optimizer and data, and load a checkpoint; inside, the rank has its process groups."""
     with rank_groups(plan, rank):
         model = rank_model(plan, rank)
-        optimizer = build_optimizer(plan, model)
-        checkpointer = Checkpointer(plan, plan.topology(rank), model, optimizer, rank_data(plan))
+        checkpointer = Checkpointer(plan, plan.topology(rank), model, build_optimizer(plan, model), rank_data(plan))
         if tamper is not None:
             tamper(checkpointer)
         yield model, checkpointer, checkpointer.resume().batches

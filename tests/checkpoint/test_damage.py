@@ -330,8 +330,7 @@ def test_invalid_safetensors_files_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["I64", "I32", "I16", "I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"])
 def test_dtypes_that_no_llama_has_are_rejected(tmp_path: Path, dtype: str) -> None:
-    count = {"I64": 3, "I32": 6, "I16": 12}.get(dtype, 24)
-    entry = {"dtype": dtype, "shape": [count], "data_offsets": [0, 24]}
+    entry = {"dtype": dtype, "shape": [{"I64": 3, "I32": 6, "I16": 12}.get(dtype, 24)], "data_offsets": [0, 24]}
     head = json.dumps({"q.weight": entry, "k.weight": {**entry, "data_offsets": [24, 48]}}).encode()
     path = _safetensors(tmp_path / "f.safetensors", head, 48)
     with raises_with_message(ConfigError, rf"{path}.*weight has dtype {dtype}.*and 1 more"):

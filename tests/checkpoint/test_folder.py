@@ -174,8 +174,7 @@ def ten_minutes_per_reading(checkpointer: Checkpointer) -> None:
     ids=["default", "keep", "keep_every", "given", "off", "by steps", "by steps, keep", "none"],
 )
 def test_saved_steps(tmp_path: Path, overrides: list[str], steps: list[int]) -> None:
-    ranks = 1 if overrides else 2
-    run(ranks, tmp_path, "trainer.steps=7", *overrides, until=7, tamper=ten_minutes_per_reading)
+    run(1 if overrides else 2, tmp_path, "trainer.steps=7", *overrides, until=7, tamper=ten_minutes_per_reading)
     assert saved_steps(tmp_path / "checkpoints") == steps
     assert not list(tmp_path.glob("checkpoints/.*"))
 
@@ -260,8 +259,7 @@ def test_cards_of_fine_tuned_models(tmp_path: Path) -> None:
     base.mkdir(parents=True)
     (base / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [en]\n---\n# Base\n")
     data = {"name": "chat", "prefixes": ["0.5", "/secret/a b|c_sft"], "add_special_tokens": ["<|a b|>"]}
-    adapter = {"hf_folder": str(base), "data": data}
-    GoldenFiles.check("checkpoint/card_of_an_adapter.md", make_card(adapter))
+    GoldenFiles.check("checkpoint/card_of_an_adapter.md", make_card({"hf_folder": str(base), "data": data}))
     local = make_card({"hf_folder": "/home/someone/my model<: |x"}, adapter=False, tokenizer=True)
     GoldenFiles.check("checkpoint/card_of_a_fine_tuned_model.md", local)
 

@@ -206,8 +206,7 @@ def test_torch_loads_an_export_for_torchtitan(saved: tuple[Path, Run], tmp_path:
 def _load(rank: int, source: Source) -> torch.Tensor | None:
     """Load the export into megatron-core's model, and return the logits of this rank."""
     model = build_source(source)
-    state = {"model": model.sharded_state_dict(prefix="")}
-    loaded = dist_checkpointing.load(state, str(source.folder / "release"))
+    loaded = dist_checkpointing.load({"model": model.sharded_state_dict(prefix="")}, str(source.folder / "release"))
     model.load_state_dict(loaded["model"])
     return logits_of(model)
 

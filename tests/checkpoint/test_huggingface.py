@@ -286,8 +286,7 @@ def test_a_folder_with_both_layouts_is_read_as_transformers_reads_it(tmp_path: P
     changed = {name: tensor * 2 for name, tensor in tensors_in(hf).items()}
     safetensors_torch.save_file(changed, hf / "model.safetensors", metadata={"format": "pt"})
     (theirs,) = run_ranks(_load_with_transformers, 1, hf)
-    ours = our_logits(import_plan(1, hf, tmp_path / "run"))
-    assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(our_logits(import_plan(1, hf, tmp_path / "run")), theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_a_tied_folder_with_another_head(tmp_path: Path) -> None:

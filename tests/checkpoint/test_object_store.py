@@ -92,8 +92,7 @@ def test_retention_and_a_new_beginning(store: Store, tmp_path: Path, capsys: pyt
     assert foreign <= {*store.names()}
     assert saved_steps(url) == [] and saved_steps(url.with_name("run.1")) == [4, 3]
     assert run(1, tmp_path / "run", remote, f"checkpoint.resume={url}.1/latest", NO_SAVE).started_at == 4
-    names = [*map(str, url.with_name("run.1").files())]
-    assert not [name for name in names if "0badc0de" in name]
+    assert not [name for name in map(str, url.with_name("run.1").files()) if "0badc0de" in name]
     for path in (f"{url}.1", f"{url}.1/step_00000003"):
         assert _call(verify_checkpoint.main, ["verify_checkpoint.py", path]) == 0
     assert "step 4" in (text := capsys.readouterr().out) and "step 3" in text

@@ -65,8 +65,7 @@ def _rank(rank: int, kind: str, folder: Path, batches: list[torch.Tensor]) -> Tr
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> float:
     optimizer.zero_grad()
-    logits = model(tokens[:, :-1]).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
     optimizer.step()
     return float(loss.detach())

@@ -31,8 +31,7 @@ def read(folder: Path, content: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
     read_content = read_hf_config(str(folder))
     unsupported_architecture(read_content)
-    shape = shape_from_hf(read_content)
-    compare_shapes({**shape, "name": "x"}, read_content)
+    compare_shapes({**shape_from_hf(read_content), "name": "x"}, read_content)
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)

@@ -56,8 +56,7 @@ def test_data_in_the_old_folder_is_found(
     paths = [*config.data.prefixes, *config.data.validation_prefixes, config.data.tokenizer]
     assert paths == [f"{used}/{name}" for name in (("a_sft" if prepared else "a"), "b_sft", "tokenizer.model")]
     plan = resolve(config, 1, exists=lambda path: True)
-    notes = [note for note in plan.notes if "move its content to corpora/" in note]
-    assert len(notes) == (used == "datasets")
+    assert len([note for note in plan.notes if "move its content to corpora/" in note]) == (used == "datasets")
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,7 @@ class ProcessLog:
 
 def read_logs(prefix: Path) -> list[ProcessLog]:
     """Return the logs of all processes of a run that called the runtime, by rank."""
-    paths = sorted(prefix.parent.glob(f"{prefix.name}.*[0-9]"))
-    logs = [ProcessLog.read(path) for path in paths]
+    logs = [ProcessLog.read(path) for path in sorted(prefix.parent.glob(f"{prefix.name}.*[0-9]"))]
     return sorted((log for log in logs if log.calls), key=lambda log: log.rank)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,19 @@ def test_a_global_batch_is_counted_once_in_every_layout(layout: str) -> None:
 
 def _counts(plan: Plan, model: ParallelModel) -> list[int]:
     return [int(count) for count in model.count(batches_of(Kinds(), plan).at(0))]
+
+
+def test_the_only_token_with_loss_has_all_of_its_loss() -> None:
+    """All tokens of the sample are equal, and so are their losses."""
+    ((one, two),) = on_ranks(_losses, make_plan(1, ALONE, "trainer.global_batch_size=1"))
+    assert one == pytest.approx(two)
+
+
+def _losses(plan: Plan, model: ParallelModel) -> list[float]:
+    two = batches_of(Kinds(), plan).at(0)[0]
+    one = replace(two, loss_mask=two.loss_mask.clone())
+    one.loss_mask.view(-1)[1:] = 0
+    return [float(model.evaluate([batch])[0]) for batch in (one, two)]
 
 
 def test_speed_and_utilisation_without_padding(tmp_path: Path) -> None:
