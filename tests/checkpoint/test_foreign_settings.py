@@ -101,6 +101,24 @@ def test_each_key_of_megatron_core_is_listed() -> None:
     assert unlisted == ["is_hybrid_model"]
 
 
+RESETS = "reset_position_ids", "reset_attention_mask"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "facts"),
+    [
+        (dict.fromkeys(RESETS, True), {"data.document_mask": True}),
+        (dict.fromkeys(RESETS, False), {"data.document_mask": False}),
+        ({RESETS[0]: True, RESETS[1]: False}, {}),  # reported as a change
+        ({"min_lr": 1e-5, "clip_grad": 0.0}, {"optim.min_lr": 1e-5, "optim.clip": None}),
+        ({"min_lr": 1e-5, "lr_decay_style": "constant"}, {}),
+    ],
+)
+def test_settings_of_the_training(arguments: dict[str, Any], facts: dict[str, Any]) -> None:
+    read_arguments(source := Foreign("", Path()), arguments)
+    assert source.facts == facts and len(source.changes) == 2 * (not facts and RESETS[0] in arguments)
+
+
 @pytest.mark.parametrize(
     ("rows", "size", "arguments", "words"),
     [

@@ -303,6 +303,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "meta, other shapes": ("meta", _changed("*00.pth", {"norm.weight": torch.ones(3)}), "shape"),
     "zero, a rank is missing": ("zero 2", lambda f: min(f.rglob("*optim*")).unlink(), "2 of"),
     "zero, a short partition": ("zero 3", _changed_groups(lambda g: g.__setitem__(0, torch.ones(5))), "values"),
+    "zero, no partition": ("zero 3", _changed_groups(lambda g: g.clear()), "is no list of flat partitions"),
     "zero, code": ("zero 2", _changed("*optim*", {"x": print}), "can execute code"),
     "zero, no shapes": ("zero 2", _changed("*model_states*", {"param_shapes": [{"a": "b"}]}), ""),
     "zero, huge": ("zero 2", _changed("*model_states*", {"param_shapes": [{"a": (10**12,)}]}), ""),

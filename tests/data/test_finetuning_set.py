@@ -182,8 +182,7 @@ def test_epochs_are_steps(tmp_path: Path) -> None:
     assert resolve(plan.config, 1).config == plan.config, "a resolved config resolves to itself"
     packed = plan_of([prefix], pack=True, **whole)
     assert packed.config.trainer.steps == 3 * len(items(packed, 0)[0]) // 4 < 33
-    shared = plan_of([prefix], **{**whole, "data.split": "30,15,0"})
-    assert shared.config.trainer.steps == 3 * 30 // 4
+    assert plan_of([prefix], **{**whole, "data.split": "30,15,0"}).config.trainer.steps == 3 * 30 // 4
     text = data_plan([prefix], **{"trainer.epochs": 2, "data.seq_length": 8, "data.split": "1,0,0"})
     tokens = sum(len(ids) for ids, _ in some_examples(45))
     assert text.config.trainer.steps == 2 * ((tokens - 1) // 8) // 8
@@ -353,8 +352,7 @@ def test_a_sample_does_not_depend_on_the_length_of_the_run(tmp_path: Path, pack:
     count = 150  # several epochs
     short, long = (items(plan_of(prefixes, pack, **{"trainer.steps": steps}), count)[0] for steps in (1, 5000))
     assert short == long
-    other = items(plan_of(prefixes, pack, **{"trainer.seed": 9}), count)[0]
-    assert other != long, "the seed does not matter"
+    assert items(plan_of(prefixes, pack, **{"trainer.seed": 9}), count)[0] != long, "the seed does not matter"
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,7 @@ def test_samples_are_stretches_of_the_documents(tmp_path: Path, kind: str) -> No
     documents = numbered(200, first_id)
     prefix = write_indexed(tmp_path / "text", documents, kind)
     stream = stream_of(data_plan([prefix], **{"model.vocab_size": first_id + 10000}))
-    training = sum(len(document) for document in documents[:160])
-    count = (training - 1) // LENGTH
+    count = (sum(len(document) for document in documents[:160]) - 1) // LENGTH
     assert len(stream) == count
     begins, ends = {document[0] for document in documents}, {document[-1] for document in documents}
     for epoch in (0, 1, 5):

@@ -68,8 +68,7 @@ def test_a_run_in_megatrons_order_resumes_in_that_order(sets: list[str], tmp_pat
     assert first.samples == before[40:90] and second.samples == before[90:]
     assert first.validation == second.validation == held_out
     assert first.record["order"] == "megatron" and first.record["segments"][0]["shuffled"] == count
-    longer = data_plan(prefixes, **{"trainer.steps": 30, **VALIDATE})
-    (rest,) = read((longer, first.record, 90, 150))
+    (rest,) = read((data_plan(prefixes, **{"trainer.steps": 30, **VALIDATE}), first.record, 90, 150))
     assert rest.samples[:70] == before[90:] and rest.validation == held_out
     assert rest.record["order"] == "epochs" and [s["first"] for s in rest.record["segments"]] == [0, count]
     # Then each dataset continues in the new order, at its position, up to the sample by which blends differ; without

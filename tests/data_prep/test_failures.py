@@ -77,8 +77,7 @@ def test_mistakes_are_reported_and_nothing_is_written(tmp_path: Path) -> None:
     for line in GoldenFiles.commands("data_prep/mistakes.txt"):
         program, *words = shlex.split(line)
         options = "|".join(word for word in words if word.startswith("--")) or "none"
-        defaults = re.sub(rf"({options}) \S+", "", DEFAULTS[program])
-        done = run_script(program, *defaults.split(), *words)
+        done = run_script(program, *re.sub(rf"({options}) \S+", "", DEFAULTS[program]).split(), *words)
         assert done.returncode == 2 and not done.stdout.startswith("next"), line
         page += f"$ {line}\n{done.stderr}\n"
     GoldenFiles.check("data_prep/mistakes.txt", page, HIDDEN)

@@ -83,8 +83,7 @@ def make(tokenizer: Path, tmp_path: Path) -> Make:
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_each_format_gives_the_same_dataset(tmp_path: Path, make: Make, tokenizer: Path, kind: str) -> None:
-    path = WRITERS[kind](tmp_path)
-    assert make(path, workers=2) == 0
+    assert make(WRITERS[kind](tmp_path), workers=2) == 0
     assert outputs(tmp_path / "out/x") == reference(tokenizer, TEXTS)
     inputs = manifest(tmp_path / "out/x")
     assert inputs["documents_read"] == len(TEXTS) == inputs["documents_written"] + inputs["documents_empty"]

@@ -76,8 +76,7 @@ def by_hand(tmp_path: Path, base: Path, file: Path, *options: str) -> list[bytes
 
 def test_dataset_matches_sft_command(base: Path, chat: Path, tmp_path: Path, capsys) -> None:
     config = config_of(base, chat, cache=tmp_path / "cache")
-    made = with_prepared(config)
-    (prefix,) = made.data.prefixes
+    (prefix,) = with_prepared(config).data.prefixes
     assert Path(prefix).name == f"{chat.stem}_sft"  # in plans and model cards
     assert config.data.prefixes == [str(chat)] and content(prefix) == by_hand(tmp_path, base, chat)
     documents = IndexedDataset(prefix)

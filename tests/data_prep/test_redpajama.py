@@ -129,8 +129,7 @@ def test_a_part_of_a_file_that_changed_is_not_continued(tmp_path: Path, server: 
     url = serve(server)
     name = "/v1.0.0/arxiv/arxiv_0.jsonl"
     server.break_after[name] = [1000] + [0] * 9
-    broken = download(url, tmp_path, "--subsets", "arxiv")
-    assert_refused(broken, "arxiv_0.jsonl", "Rerun the same command", status=1)
+    assert_refused(download(url, tmp_path, "--subsets", "arxiv"), "arxiv_0.jsonl", "Rerun the same command", status=1)
     assert (tmp_path / "arxiv/arxiv_0.jsonl.part").stat().st_size == 1000
     server.break_after.clear()
     server.files[name] = b'{"text": "another"}\n' * 300

@@ -195,8 +195,7 @@ def test_a_full_disk(tmp_path: Path, tokenizer: Path, limit: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         start("preprocess.py", *args)
 
-    full = run_in_fork(on_a_small_disk)
-    assert_refused(full, "cannot write", "rerun the same command", status=1)
+    assert_refused(run_in_fork(on_a_small_disk), "cannot write", "rerun the same command", status=1)
     assert not [name for name in listing(tmp_path / "out") if not name.startswith(".")]
     assert ("resuming after" in output_of(run_script("preprocess.py", *args))) == (limit >= 60_000)
     assert outputs(tmp_path / "out/x") == reference(tokenizer, texts)

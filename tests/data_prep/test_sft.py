@@ -58,8 +58,7 @@ def test_every_record_is_accounted_for(folder: Path, tmp_path: Path) -> None:
     source = tmp_path / "chat.jsonl"
     bad = list(BAD_LINES.values())
     source.write_text("\n".join([*GOOD[:20], *bad, "", *GOOD[20:], bad[0]]) + "\n")
-    refused = prepare(folder, source, tmp_path / "out")
-    assert_refused(refused, "line 21", "no_assistant_turn", "--on-bad-line skip")
+    assert_refused(prepare(folder, source, tmp_path / "out"), "line 21", "no_assistant_turn", "--on-bad-line skip")
     assert not list(tmp_path.glob("out*"))
     output = output_of(prepare(folder, source, tmp_path / "out", "--on-bad-line", "skip"))
     tokens, masks, manifest = read(tmp_path / "out")

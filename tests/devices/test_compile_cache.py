@@ -122,8 +122,7 @@ def test_only_a_named_cache_in_the_home_of_another_user_is_rejected(
     assert Path(variables[FOLDER]).parent == tmp_path
     assert variables["TORCHINDUCTOR_CACHE_DIR"].startswith(variables[FOLDER])
     assert list(home.iterdir()) == []
-    errors = capsys.readouterr().err
-    assert errors.count("belongs to another user (uid 12345)") == 1
+    assert capsys.readouterr().err.count("belongs to another user (uid 12345)") == 1
     monkeypatch.setenv("TRITON_CACHE_DIR", str(home))
     with raises_with_message(ConfigError, "unset TRITON_CACHE_DIR"):
         rank_environment(CPU, plan)

@@ -257,8 +257,7 @@ def named(events: Events, name: str) -> Events:
 
 
 def agree(losses: list[float], expected: list[float]) -> bool:
-    pairs = zip(losses, expected, strict=True)
-    return max(abs(a - b) / abs(b) for a, b in pairs) <= 1e-5
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)) <= 1e-5
 
 
 @pytest.fixture(scope="module")

@@ -244,8 +244,7 @@ def run_lora(rank: int, plan: Plan, base: Path, adapter: Path, steps: int) -> Tu
     """LoRA by peft, from an adapter in a folder."""
     import peft
 
-    model = peft.PeftModel.from_pretrained(their_base(base), adapter, is_trainable=True)
-    return train_theirs(model, plan, steps)
+    return train_theirs(peft.PeftModel.from_pretrained(their_base(base), adapter, is_trainable=True), plan, steps)
 
 
 def our_logits(rank: int, plan: Plan) -> torch.Tensor:

@@ -229,8 +229,7 @@ def _weighted_sum(rank: int, base: Path, weights: dict[Path, float]) -> Tensors:
     model = peft.PeftModel.from_pretrained(runner.their_base(base), first, adapter_name=str(first.name))
     for other in others:
         model.load_adapter(other, adapter_name=other.name)
-    names = [path.name for path in weights]
-    model.add_weighted_adapter(names, list(weights.values()), "sum", combination_type="cat")
+    model.add_weighted_adapter([path.name for path in weights], list(weights.values()), "sum", combination_type="cat")
     model.set_adapter("sum")
     return dict(model.merge_and_unload(adapter_names=["sum"]).state_dict())
 

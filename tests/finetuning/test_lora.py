@@ -41,8 +41,7 @@ SP, ZERO_3 = ["trainer.tp=2"], ["trainer.zero=3"]
 
 def test_initialization_adds_nothing_and_does_not_depend_on_the_layout(world: World, tmp_path: Path) -> None:
     fresh = tune(1, tmp_path / "lora", *world.fresh, steps=1)
-    plain = tune(1, tmp_path / "full", *world.full, steps=1)
-    assert fresh.losses == plain.losses  # all bits: B is zero
+    assert fresh.losses == tune(1, tmp_path / "full", *world.full, steps=1).losses  # all bits: B is zero
     one = tune(1, tmp_path / "one", *world.fresh, steps=0).trained
     for name, tensor in one.items():
         if "lora_B" in name:
@@ -108,8 +107,7 @@ def _gradients_of_one_batch(plan: Plan, model: ParallelModel) -> list[torch.Tens
 def _copy_base(world: World, folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
     """Write the base model with changed weights."""
     folder.mkdir()
-    base = load_file(world.base / "model.safetensors")
-    changed = {name: change(name, tensor) for name, tensor in base.items()}
+    changed = {name: change(name, tensor) for name, tensor in load_file(world.base / "model.safetensors").items()}
     save_file(changed, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text((world.base / "config.json").read_text())
     return folder
@@ -152,8 +150,7 @@ def test_planned_memory_equals_the_run(kind: str, tmp_path: Path) -> None:
             assert memory.gradients == 4 * trained
             assert memory.weights == 4 * (trained + frozen), "nothing is gathered, and nothing copied"
             assert plan.storage.kind == PLAIN or plan.shard_size > 1
-        shapes = trained_shapes(plan.model, plan.config.finetune)
-        assert plan.whole.trained == sum(map(math.prod, shapes.values()))
+        assert plan.whole.trained == sum(map(math.prod, trained_shapes(plan.model, plan.config.finetune).values()))
 
 
 @pytest.mark.parametrize("kind", [LORA, PATTERNS, LAYER_1], ids=["all layers", "patterns", "one layer"])
@@ -201,8 +198,7 @@ def test_checkpoints_have_trained_weights_and_load_in_any_layout(world: World, t
     names = {name.rpartition("exp_avg_sq.")[2] for name in names if "random" not in name}
     assert names == lora_shapes(world.plan.model, world.plan.config.finetune).keys()
     whole = tune(1, tmp_path / "whole", *world.lora, steps=3)
-    other = tune(2, tmp_path, *world.lora, "trainer.pp=2", steps=3)
-    assert other.losses == pytest.approx(whole.losses[1:], rel=1e-5)
+    assert tune(2, tmp_path, *world.lora, "trainer.pp=2", steps=3).losses == pytest.approx(whole.losses[1:], rel=1e-5)
 
 
 def test_another_runs_checkpoint_is_refused(world: World, tmp_path: Path) -> None:
