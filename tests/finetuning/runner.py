@@ -46,7 +46,7 @@ SETTINGS = (
     "optim.warmup_steps=0",
 )
 EVERY_MATRIX = "finetune.lora_target_modules=[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"
-RANK = ("finetune=lora", "finetune.lora_rank=4", "finetune.lora_alpha=12")
+RANK = ("finetune=lora", "finetune.lora_rank=4", "finetune.lora_alpha=12.5")
 LORA = (*RANK, EVERY_MATRIX)
 # Ranks differ inside a fused matrix, and between layers; layer 0 has no adapter of up_proj.
 PATTERNS = (
@@ -188,7 +188,7 @@ def their_lora(base: Any, plan: Plan) -> Any:
     finetune = plan.config.finetune
     config = peft.LoraConfig(
         r=finetune.lora_rank,
-        lora_alpha=int(finetune.lora_alpha),
+        lora_alpha=finetune.lora_alpha,  # type: ignore[arg-type]  # PEFT takes floats too
         use_rslora=finetune.use_rslora,
         use_dora=finetune.use_dora,
         lora_dropout=finetune.lora_dropout,

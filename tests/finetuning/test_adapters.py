@@ -287,7 +287,7 @@ def test_an_adapter_of_a_changed_base_is_not_exported(change: str, world: World,
 
 def test_an_adapter_sets_rank_and_modules_of_its_model(world: World, tmp_path: Path) -> None:
     finetune = make_plan(1, tmp_path, *world.lora).config.finetune
-    assert (finetune.lora_rank, finetune.lora_alpha, len(finetune.lora_target_modules)) == (4, 12, 7)
+    assert (finetune.lora_rank, finetune.lora_alpha, len(finetune.lora_target_modules)) == (4, 12.5, 7)
     with raises_with_message(ConfigError, r"is set by the adapter in \S+: 4"):
         make_plan(1, tmp_path, *world.lora, "finetune.lora_rank=8")
     with raises_with_message(ConfigError, "No such file"):
