@@ -6,6 +6,7 @@ or an overlong name is valid in YAML but not in a path. References are checked b
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -47,8 +48,7 @@ _LOCAL = re.compile(r"run\.dir|data\.cache_dir|trainer\.compile_cache|checkpoint
 
 def check_texts(config: Mapping[str, Any]) -> list[Problem]:
     """Return the problems of all texts of a config, each with the name of its setting."""
-    problems = (_problem_of_text(_setting(path), text) for path, text in _texts(config))
-    return [problem for problem in problems if problem is not None]
+    return [problem for path, text in _texts(config) if (problem := _problem_of_text(_setting(path), text))]
 
 
 def _texts(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
@@ -71,6 +71,8 @@ def _problem_of_text(name: str, text: str) -> Problem | None:
         return Problem(name, text, f"contains the control character {control.group()!r}", "remove the character")
     if _NO_PATHS.match(name):
         return None
+    if text.startswith("~/") and name not in ("trainer.compile_cache", "data.cache_dir"):  # which expand it
+        return Problem(name, text, "begins with ~, which only a shell replaces", f"write {os.path.expanduser(text)}")
     if _LOCAL.fullmatch(name) and is_url(text):
         both = f", and checkpoint.dir={text}" * (name == "run.dir")
         return Problem(name, text, "must be a local path", f"write a local path{both}")
@@ -103,7 +105,7 @@ def check_interpolations(config: DictConfig, *, functions: bool = False) -> list
     try:
         size = sum(_size(root, text, path, known)[0] for path, text in texts)
     except _Endless as error:
-        name = ".".join(error.path)
+        name = ".".join(error.args[0])
         return [Problem(name, None, f"refers to itself, or through more than {MOST_STEPS} others", _INSTEAD)]
     if size > MOST_CHARACTERS:
         largest = ".".join(max((size, path) for path, size in known.items())[1])
@@ -150,10 +152,7 @@ def _secrets(texts: Iterable[tuple[_Keys, str]]) -> Iterator[Problem]:
 
 
 class _Endless(Exception):
-    """Too long chain of references."""
-
-    def __init__(self, path: _Keys) -> None:
-        self.path = path
+    """Too long chain of references to the path."""
 
 
 def _names(text: str) -> list[str]:

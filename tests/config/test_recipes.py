@@ -36,6 +36,7 @@ REFUSED = {
     "zero byte": r'run: {dir: "a\0b"}',
     "carriage return": r'data: {mock: false, prefixes: [1, "a\rb"]}',
     "C1 character": r'optim: {schedule: {_target_: "a\x9bb"}}',
+    "tilde": "{run: {dir: ~/runs/a}, data: {mock: false, cache_dir: ~/c, prefixes: [1, ~/b]}}",
     "long name": f"run: {{dir: /tmp/{'é' * 128}}}",
     "long path": f"data: {{tokenizer: /tmp/{'a/' * 2048}}}",
     "aliases": "\n".join(ALIASES),
@@ -66,6 +67,7 @@ def refusal(*overrides: str) -> str:
 
 def test_refused_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
     page = []
     for name, text in REFUSED.items():
         Path("recipe.yaml").write_text(text, encoding="utf-8")
