@@ -26,6 +26,7 @@ from megatron_llama.system.errors import reason_of
 from megatron_llama.system.files import DRAFT, write_atomically
 
 CSV_FILE, SAMPLES_FILE = "metrics.csv", "samples.json"
+_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})  # Prometheus rejects a file with others
 Metrics = Mapping[str, Any]
 Losses = Mapping[int, float | None]
 
@@ -129,14 +130,14 @@ class PrometheusFile(Sink):
 
     def __init__(self, path: Path, run_dir: Path) -> None:
         super().__init__(str(path))
-        self._path, self._run = path, json.dumps(str(run_dir), ensure_ascii=False)
+        self._path, self._run = path, str(run_dir).translate(_ESCAPES)
 
     def _write(self, metrics: Metrics) -> None:
         gauges: dict[str, list[str]] = {}
         for name, value in metrics.items():
             gauge, _, part = name.partition("/")
             if value is not None:
-                labels = f"run={self._run}" + (f",part={json.dumps(part, ensure_ascii=False)}" if part else "")
+                labels = f'run="{self._run}"' + (f',part="{part.translate(_ESCAPES)}"' if part else "")
                 gauges.setdefault(f"megatron_llama_{gauge}", []).append(f"{{{labels}}} {float(value)!r}")
         texts = [f"# TYPE {gauge} gauge\n" + "".join(f"{gauge}{line}\n" for line in gauges[gauge]) for gauge in gauges]
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -244,9 +245,8 @@ class TrackioRun(_Service):
         return run
 
     def _log(self, values: Metrics) -> None:
-        if values["step"] < self._first_new and not self._differs(values):
-            return
-        self._run.log({name: value for name, value in values.items() if name != "step"}, step=values["step"])
+        if values["step"] >= self._first_new or self._differs(values):
+            self._run.log({name: value for name, value in values.items() if name != "step"}, step=values["step"])
 
 
 MLFLOW_CLOSE_SECONDS = 30.0

@@ -85,9 +85,10 @@ def test_prometheus_reads_the_newest_step(tmp_path: Path, capsys: Capture) -> No
     assert f"megatron_llama_reduced_train_loss{{{run}}} {records[-1]['reduced_train_loss']!r}" in lines
     names = [line.split("{")[0] for line in lines if not line.startswith("#")]
     assert [line.split()[2] for line in lines if line.startswith("# TYPE")] == list(dict.fromkeys(names))
-    sink = PrometheusFile(file, Path('r"n'))
+    sink = PrometheusFile(file, Path('r"n\t\\\n'))
     sink.append({"val_loss": 1.5, "val_loss/a-b": math.nan, "mfu": None})
-    values = ['{run="r\\"n"} 1.5', '{run="r\\"n",part="a-b"} nan']
+    run = r'run="r\"n' + "\t" + r'\\\n"'  # no other escapes
+    values = [f"{{{run}}} 1.5", f'{{{run},part="a-b"}} nan']
     assert file.read_text().splitlines()[1:] == [f"megatron_llama_val_loss{value}" for value in values]
     file.unlink()
     file.mkdir()
@@ -549,8 +550,7 @@ def test_the_moving_average_keeps_lines_and_uses_whole_windows() -> None:
     middles = moving_average(steps, 5)
     assert middles.tolist() == list(range(3, 29))
     assert moving_average(line, 5) == pytest.approx(3.0 - 0.1 * middles), "a mean that only looks back would lag"
-    wave = [1.0 + (-1) ** step for step in range(100)]
-    assert moving_average(wave, 20) == pytest.approx(1.0)
+    assert moving_average([1.0 + (-1) ** step for step in range(100)], 20) == pytest.approx(1.0)
     assert moving_average([], 1).shape == (0,)
     assert moving_average([2.0, 4.0], 1).tolist() == [2.0, 4.0]
     assert moving_average([2.0, 4.0], 2).tolist() == [3.0]
