@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
-from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config import ConfigError, Problem, load_config
 from megatron_llama.config.conf_folders import options_of
 from megatron_llama.system.exit_status import EXIT_RESTART, EXIT_USER
 from megatron_llama.system.files import read_json, write_atomically
@@ -73,6 +73,7 @@ def combinations(arguments: Sequence[str], conf_dir: Path) -> Sweep:
         Problem(key, None, "matches no value", f"write {key}=VALUE,VALUE") for key, all_ in choices.items() if not all_
     ]
     if not choices and not problems:
+        load_config(fixed, conf_dir)  # reports values that are no sweep because of their syntax, such as 1,,2
         rule = "needs a setting with several values"
         problems.append(Problem("-m", None, rule, "write values with commas, such as optim.lr=1e-4,3e-4, or omit -m"))
     if problems:
