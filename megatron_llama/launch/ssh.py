@@ -31,7 +31,7 @@ from megatron_llama.launch.job_store import LaunchFailed
 from megatron_llama.launch.start_log import RESTARTS, STARTED, command_of_process
 from megatron_llama.launch.supervise import Child, Grace, Signals, supervise, with_restarts
 from megatron_llama.plan import Plan
-from megatron_llama.system.errors import program
+from megatron_llama.system.errors import program, reason_of
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.interrupts import signal_name
 from megatron_llama.system.rerun_command import COMMAND
@@ -43,7 +43,6 @@ FORWARDED_VARIABLES = (
 )
 # Longer than on one machine: the hosts' launchers wait for their ranks first.
 GRACE = Grace(fault=1.5, restart=60.0, interrupt=4.0)
-_MAX_LINES = 200
 
 
 @dataclass
@@ -52,7 +51,7 @@ class Remote(Child):
 
     host: Host
     process: subprocess.Popen[bytes]
-    lines: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_LINES))
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=200))
     """Last lines of stderr."""
     partial_line: bytes = b""
     ended_at: float = 0.0
@@ -95,7 +94,6 @@ def run_on_hosts(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str]) ->
 
 
 def _run_once(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str], received: set[int]) -> int:
-    ssh = shlex.split(plan.config.launch.ssh)
     common = _environment(hosts, f"{time.time_ns():x}")
     # All hosts use one run folder. checkpoint.resume may have changed from "never" since the first start.
     fixed = [("run.dir", plan.config.run.dir), ("checkpoint.resume", plan.config.checkpoint.resume)]
@@ -112,7 +110,7 @@ def _run_once(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str], recei
                 # control line, and ssh stays alive for the host's output.
                 variables = [f"{name}={value}" for name, value in (common | {NODE: str(number)}).items()]
                 line = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *variables, *command])}"
-                remotes.append(Remote(host, _start([*ssh, host.name, line], plan)))
+                remotes.append(Remote(host, _start(plan, host.name, line)))
                 remotes[-1].write(secret)
                 signals.add(remotes[-1])
             _watch(remotes, signals)
@@ -121,13 +119,14 @@ def _run_once(plan: Plan, hosts: Sequence[Host], overrides: Sequence[str], recei
         return _exit_status(remotes, signals)
 
 
-def _start(command: list[str], plan: Plan) -> subprocess.Popen[bytes]:
+def _start(plan: Plan, *arguments: str) -> subprocess.Popen[bytes]:
     try:
+        command = [*shlex.split(plan.config.launch.ssh), *arguments]
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, start_new_session=True
         )
-    except OSError as error:
-        rule = f"cannot start the command: {error.strerror}"
+    except (OSError, ValueError) as error:  # no such program; an unclosed quote
+        rule = f"cannot start the command: {reason_of(error)}"
         raise ConfigError([Problem("launch.ssh", plan.config.launch.ssh, rule, "write launch.ssh=COMMAND")]) from error
 
 

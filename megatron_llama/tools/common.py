@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.config import ConfigError, Problem, format_problems
+from megatron_llama.system.errors import reason_of
 from megatron_llama.system.exit_status import EXIT_USER
 from megatron_llama.system.programs import BATCH_FOLDER, BATCH_SCRIPT, batch_variables, name_commands
 from megatron_llama.system.rerun_command import ArgumentParser
@@ -73,15 +75,15 @@ def package_version(package: str) -> str | None:
         return None
 
 
-def submit_job(options: Sequence[str], words: Sequence[str], problem: Problem, **variables: str) -> str:
+def submit_job(options: str, words: Sequence[str], problem: Problem, **variables: str) -> str:
     """Submit ``run.slurm`` and return the job's id. Raises ConfigError if sbatch is missing or rejects the job.
 
-    ``words`` are overrides of train.py. ``problem`` is the problem to report, without its rule.
+    ``options`` are quoted as in a shell, ``words`` are overrides of train.py, and ``problem`` lacks only its rule.
     """
     try:
-        done = call_slurm(["sbatch", "--parsable", *options, BATCH_SCRIPT, *words], **variables)
-    except OSError as error:
-        raise ConfigError([replace(problem, rule=f"cannot start sbatch: {error.strerror}")]) from error
+        done = call_slurm(["sbatch", "--parsable", *shlex.split(options), BATCH_SCRIPT, *words], **variables)
+    except (OSError, ValueError) as error:  # no sbatch; an unclosed quote
+        raise ConfigError([replace(problem, rule=f"cannot start sbatch: {reason_of(error)}")]) from error
     if done.returncode:
         raise ConfigError([replace(problem, rule=f"sbatch failed: {(done.stderr or done.stdout).strip()}")])
     return done.stdout.strip().partition(";")[0]

@@ -107,17 +107,19 @@ def test_a_signal_between_two_hosts_reaches_both(tmp_path: Path, monkeypatch: py
     script.chmod(0o755)
     start_host = module._start
 
-    def start_after_signal(command: list[str], plan: Plan) -> subprocess.Popen[bytes]:
-        if "b" in command:
+    def start_after_signal(plan: Plan, host: str, line: str) -> subprocess.Popen[bytes]:
+        if host == "b":
             os.kill(os.getpid(), signal.SIGUSR1)
-        return start_host(command, plan)
+        return start_host(plan, host, line)
 
     monkeypatch.setattr(module, "_start", start_after_signal)
     plan = plan_of(2)
     plan.config.launch.ssh, plan.config.run.dir = str(script), str(tmp_path / "run")
     module.run_on_hosts(plan, [Host("a"), Host("b")], [])
-    words = [(tmp_path / f"words_{host}").read_text().splitlines()[1:] for host in "ab"]
-    assert words == [["SIGUSR1"]] * 2
+    assert all((tmp_path / f"words_{host}").read_text().splitlines()[1:] == ["SIGUSR1"] for host in "ab")
+    plan.config.launch.ssh = "ssh -i 'key"
+    with pytest.raises(ConfigError, match="cannot start the command: No closing quotation"):
+        module.run_on_hosts(plan, [Host("a")], [])
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])

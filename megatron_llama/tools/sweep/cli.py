@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from types import FrameType
 from megatron_llama.cli import CONF_DIR, NO_PLAN, parse_overrides
 from megatron_llama.config import ConfigError, Problem, format_problems
 from megatron_llama.config.conf_folders import check_current_folder
+from megatron_llama.config.problems import write_override
 from megatron_llama.launch.environment import process_context
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan
@@ -82,7 +82,7 @@ def run_slurm_jobs(sweep: Sweep, state: SweepState, options: str) -> None:
             continue
         words = [*combination.overrides, run_dir(sweep, combination)]
         instead = "correct the options of sbatch, omit --slurm, or start the sweep on a Slurm login node"
-        state.update(combination, job=submit_job(shlex.split(options), words, Problem("--slurm", options, "", instead)))
+        state.update(combination, job=submit_job(options, words, Problem("--slurm", options, "", instead)))
         sys.stdout.write(f"job {state[combination].job}: {' '.join(combination.overrides)}\n")
     waiting = [combination for combination in sweep.combinations if not state[combination].finished]
     sys.stdout.write("Waiting for the jobs. Ctrl-C does not cancel them; run the same command to wait again.\n")
@@ -96,8 +96,8 @@ def run_slurm_jobs(sweep: Sweep, state: SweepState, options: str) -> None:
 
 
 def run_dir(sweep: Sweep, combination: Combination) -> str:
-    """Return the run.dir override of a run, quoted because names may contain commas."""
-    return f"run.dir='{(sweep.folder / combination.name).absolute()}'"
+    """Return the run.dir override of a run."""
+    return write_override(RUN_DIR, str((sweep.folder / combination.name).absolute()))
 
 
 def _in_queue(jobs: Sequence[str]) -> set[str]:
@@ -163,7 +163,11 @@ def _locked(sweep: Sweep) -> Iterator[None]:
             rule = "is in use by another process" if taken else f"cannot be written: {error.strerror}"
             advice = "wait for its end, or " * taken + f"write another {RUN_DIR}=PATH"
             raise ConfigError([Problem(RUN_DIR, str(sweep.folder), rule, advice)]) from None
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                sweep.folder.rmdir()  # if it is empty: sbatch rejected the first job
 
 
 def plan_runs(sweep: Sweep, any_device: bool) -> list[Plan]:
@@ -174,8 +178,7 @@ def plan_runs(sweep: Sweep, any_device: bool) -> list[Plan]:
     plans, runs_of_problem = list[Plan](), dict[Problem, list[str]]()
     for combination in sweep.combinations:
         try:
-            dry = ["dry_run=true"] if any_device else []
-            words = [*combination.overrides, run_dir(sweep, combination), *dry]
+            words = [*combination.overrides, run_dir(sweep, combination), *["dry_run=true"] * any_device]
             plan = find_world(parse_overrides(words), None).plan()
             if (url := plan.config.checkpoint.dir) is not None:
                 rule = "would be the folder of all runs of the sweep"
@@ -203,8 +206,7 @@ def plan_table(sweep: Sweep, plans: Sequence[Plan], state: SweepState) -> str:
         steps = [f"{trainer.steps:,}", short_count(trainer.steps * plan.tokens_per_step)]
         size = [short_count(plan.parameters), f"{plan.world_size:,}"]
         rows.append([*combination.differing.values(), *size, *steps, state[combination].description])
-    title = f"{len(plans)} runs in {sweep.folder}"
-    return "\n".join([title, "", *text_table(rows, left=len(sweep.varied))])
+    return "\n".join([f"{len(plans)} runs in {sweep.folder}", "", *text_table(rows, left=len(sweep.varied))])
 
 
 # Results: a table for the terminal, a Markdown table and a plot of the curves.
@@ -217,12 +219,10 @@ def summarize(sweep: Sweep, state: SweepState) -> str:
     curves: dict[str, Curve] = {}
     for run in sweep.combinations:
         folder = sweep.folder / run.name
-        started = (folder / METRICS_FILE).is_file()
-        metrics = read_run_metrics(folder) if started else Metrics()
+        metrics = read_run_metrics(folder) if (folder / METRICS_FILE).is_file() else Metrics()
         last, speed = metrics.last, metrics.median_speed
         numbers = [f"{last['step']:,}" if last else "-"]
-        losses = (last.get(LOSS), metrics.logged_validation)
-        numbers += [f"{loss:.4f}" if is_number(loss) else "-" for loss in losses]
+        numbers += [f"{loss:.4f}" if is_number(loss) else "-" for loss in (last.get(LOSS), metrics.logged_validation)]
         numbers.append("-" if speed is None else f"{speed:,.0f}")
         rows.append([*(run.differing[key] for key in sweep.varied), state[run].description, *numbers])
         if LOSS in metrics.steps.names:
@@ -247,7 +247,6 @@ def draw(curves: Mapping[str, Curve]) -> bytes:
             style = ("-", "--", ":")[index // 10 % 3]
             axes.plot(curve.tokens, smoothed(losses), color=color, linewidth=1.8, linestyle=style, label=label)
         axes.xaxis.set_major_formatter(lambda tokens, _: short_count(tokens))
-        axes.set_xlabel("consumed tokens")
-        axes.set_ylabel("loss (nats per token)")
+        axes.set(xlabel="consumed tokens", ylabel="loss (nats per token)")
         axes.legend(loc="upper right", fontsize=8)
     return as_png(figure)

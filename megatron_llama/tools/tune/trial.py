@@ -82,9 +82,8 @@ def run_trial(
     folder.mkdir(parents=True, exist_ok=True)
     for old in (folder / METRICS_FILE, folder / "output.txt"):
         old.unlink(missing_ok=True)
-    settings = candidate.key.split()
     run = [f"trainer.steps={tune.steps + 1}", f"run.dir={json.dumps(str(folder))}"]
-    command = [*overrides, *TRIAL_OVERRIDES, *settings, *run]
+    command = [*overrides, *TRIAL_OVERRIDES, *candidate.key.split(), *run]
     trial = SlurmJob(command, folder, tune.sbatch, nodes) if tune.jobs else Process(command, folder)
     deadline = time.monotonic() + 60 * tune.trial_minutes
     status, ended = None, ""
@@ -174,9 +173,9 @@ class SlurmJob:
     """``sbatch run.slurm`` on ``nodes`` nodes, without requeue: a failure is a result."""
 
     def __init__(self, command: Sequence[str], folder: Path, options: str, nodes: int) -> None:
-        given = [f"--nodes={nodes}", "--no-requeue", f"--output={folder / 'output.txt'}", *shlex.split(options)]
-        instead = "run this on a host with sbatch, or write tune.sbatch=OPTIONS"
-        self.number = submit_job(given, command, Problem("tune.jobs", True, "", instead), MAX_RESTARTS="0")
+        given = shlex.join([f"--nodes={nodes}", "--no-requeue", f"--output={folder / 'output.txt'}"])
+        problem = Problem("tune.jobs", True, "", "run this on a host with sbatch, or write tune.sbatch=OPTIONS")
+        self.number = submit_job(f"{given} {options}", command, problem, MAX_RESTARTS="0")
 
     def poll(self) -> int | None:
         """Return the exit status as ``Process``."""
@@ -233,8 +232,7 @@ def experiment_text(
         put(config, name, value)
     different: dict[str, Any] = {}
     for name in [*settings_by_name(), FREE_DICT]:
-        parent = get(config, name.rpartition(".")[0])
-        if parent is None or name in NOT_IN_EXPERIMENT:
+        if get(config, name.rpartition(".")[0]) is None or name in NOT_IN_EXPERIMENT:
             continue
         if name not in always and get(plain, name) == get(config, name):
             continue

@@ -54,7 +54,7 @@ class FakeTrain:
         self.statuses, self.started = list(statuses), list[str]()
 
     def __call__(self, arguments: Sequence[str]) -> int:
-        self.started.append(Path(arguments[-1].rstrip("'")).name)
+        self.started.append(Path(arguments[-1]).name)
         return self.statuses.pop(0)
 
 
@@ -63,8 +63,7 @@ def test_an_interrupted_sweep_resumes_and_failures_do_not_end_it(tmp_path: Path)
     runs = FakeTrain(0, 1, 75)
     assert main(line, runs) == 75
     assert runs.started == ["optim.lr_1", "optim.lr_2", "optim.lr_3"], "a failed run does not end the sweep"
-    table = (tmp_path / "s" / "sweep.md").read_text()
-    words = [row.split(" | ")[1] for row in table.splitlines()[2:]]
+    words = [row.split(" | ")[1] for row in (tmp_path / "s" / "sweep.md").read_text().splitlines()[2:]]
     assert words == ["done", "failed, status 1", "stopped, saved", "not started"]
     runs = FakeTrain(0, 0, 2)
     assert main(line, runs) == 1
@@ -102,14 +101,12 @@ def test_the_table_has_the_last_losses(value: object, cells: list[str], tmp_path
     records.append(records[0] | {"step": 2, "reduced_train_loss": value, "val_loss": value})
     (run / METRICS_FILE).write_text("".join(json.dumps(record) + "\n" for record in records))
     assert main(["-m", *TWO, f"run.dir={tmp_path}/s"], FakeTrain(0, 0)) == 0
-    row = (tmp_path / "s" / "sweep.md").read_text().splitlines()[2]
-    assert row.split(" | ")[2:5] == ["2", *cells]
+    assert (tmp_path / "s" / "sweep.md").read_text().splitlines()[2].split(" | ")[2:5] == ["2", *cells]
 
 
 def test_two_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(arguments: Sequence[str]) -> int:
-        folder = Path(arguments[-1].removeprefix("run.dir='").rstrip("'"))
-        status, printed = run_train_py(tmp_path / "s" / folder.name, *arguments[:-1])
+        status, printed = run_train_py(tmp_path / "s" / Path(arguments[-1]).name, *arguments[:-1])
         assert status == 0, printed
         return status
 
@@ -143,19 +140,22 @@ echo $$
 
 
 def test_slurm_jobs_are_submitted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, text in {"sbatch": SBATCH.format(folder=tmp_path), "squeue": "#!/bin/sh\n"}.items():
+    for name, text in {"sbatch": "#!/bin/sh\nexit 1\n", "squeue": "#!/bin/sh\n"}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(cli, "BATCH_FOLDER", tmp_path)
     line = ["-m", "--slurm=--nodes 2 --time 1:00:00", *TWO, f"run.dir={tmp_path}/s"]
+    assert main(line, FakeTrain()) == 2 and not (tmp_path / "s").exists(), "a rejected job leaves no folder"
+    (tmp_path / "sbatch").write_text(SBATCH.format(folder=tmp_path))
+    assert main(["-m", "--slurm=--comment 'x", *TWO], FakeTrain()) == 2
     (tmp_path / "status").write_text("75")
     assert main(line, FakeTrain()) == 1
     submitted = [path.read_text().splitlines() for path in tmp_path.glob("words-*")]
     assert len(submitted) == 2
     begin = ["--parsable", "--nodes", "2", "--time", "1:00:00", "run.slurm", *TINY]
     for words in submitted:
-        assert words[:-2] == begin and words[-1] == f"run.dir='{tmp_path}/s/{words[-2].replace('=', '_')}'"
+        assert words[:-2] == begin and words[-1] == f"run.dir={tmp_path}/s/{words[-2].replace('=', '_')}"
     (tmp_path / "status").write_text("0")
     assert main(line, FakeTrain()) == 0
     assert len(list(tmp_path.glob("words-*"))) == 4, "stopped jobs are submitted again"

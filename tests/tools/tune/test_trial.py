@@ -133,7 +133,8 @@ def test_jobs(state: str, code: str, output: str, status: str, tmp_path: Path, m
 def test_jobs_need_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An incomplete line of metrics is ignored."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="cannot start sbatch"):
-        run_trial(CANDIDATE, [], TuneConfig(jobs=True), tmp_path / "trial", None, 1)
+    for options in ("", "--comment 'x"):
+        with pytest.raises(ConfigError, match="cannot start sbatch"):
+            run_trial(CANDIDATE, [], TuneConfig(jobs=True, sbatch=options), tmp_path / "trial", None, 1)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "step_time_s": 1, "peak_memory_bytes": 2}\n{"step": 2, "st')
     assert read_outcome(None, SLOW, tmp_path) == TrialOutcome(SLOW, None, 2)
