@@ -134,8 +134,7 @@ def format_problems(problems: ConfigError | Sequence[Problem], subject: str = "T
     listed = problems.problems if isinstance(problems, ConfigError) else tuple(problems)
     blocks = [f"{subject} can't work, for {'one reason' if len(listed) == 1 else f'{len(listed)} reasons'}:"]
     for instead, reasons in group_by_suggestion(listed).items():
-        lines: list[str] = []
-        before: list[str] = []
+        lines, before = list[str](), list[str]()
         for alike in reasons:
             settings = [_setting_line(p) for p in alike]
             lines += settings if settings != before else []  # one setting may break several rules
@@ -160,8 +159,7 @@ def merge_problems(problems: Iterable[Problem]) -> list[str]:
     """Return one sentence per suggestion; see ``group_by_suggestion``."""
     messages = []
     for instead, alike in group_by_suggestion(problems).items():
-        reasons: list[str] = []
-        before = ""
+        reasons, before = list[str](), ""
         for first, *others in alike:
             more = ", ".join(("" if p.field == first.field else f"{p.field}=") + format_value(p.value) for p in others)
             likewise = f"; likewise {more}" if more else ""

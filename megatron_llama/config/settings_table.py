@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
 from megatron_llama.config.limits import FREE, Limit
-from megatron_llama.config.problems import Problem, closest_match, format_value, quote_value
+from megatron_llama.config.problems import Problem, closest_match, quote_value
 from megatron_llama.config.settings import DEVICE_ALIASES, Config
 
 # Section with free keys: the arguments of the schedule class that it names.
@@ -61,7 +61,7 @@ class Setting:
         if self.kind is list and not isinstance(value, (list, dict)):
             return f"write {self.name}={quote_value([value])}"
         by_kind = self.limit.example if self.limit and self.kind is float else EXAMPLES[self.kind]
-        example = by_kind if self.default in (None, [], {}) else format_value(self.default)
+        example = by_kind if self.default in (None, [], {}) else quote_value(self.default)
         return f"write {self.type_name}, such as {self.name}={example}"
 
     def has_type(self, value: Any) -> bool:

@@ -33,7 +33,7 @@ SCHEDULE_SOURCES |= {name: f"optim.{name}" for name in ("warmup_steps", "constan
 _NONE = object()
 _HEADER = """\
 # Settings of the run. `train.py run.dir=FOLDER` takes them from this file, and the
-# command line overrides them. Derived settings are derived again from:
+# command line overrides them. Settings that the next line lists are taken from there:
 """
 _REQUESTED = "# requested: "
 MEMORY_KEY = "memory.json"

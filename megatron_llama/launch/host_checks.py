@@ -48,11 +48,11 @@ def check_start(plan: Plan, folder: Path) -> str:
 def _check_disk(folder: Path, use: DiskUse, free: int) -> Iterator[Problem]:
     """Yield the problem of a disk that is certainly too small."""
     if use.sure_bytes > free:
-        parts = f"{use.sure} x {gib(use.checkpoint)} for checkpoints"
-        parts += f", {gib(use.export)} for exported weights" if use.export else ""
-        parts += f", {gib(use.logs)} for logs"
+        export = f", {gib(use.export)} for exported weights" if use.export else ""
+        parts = f"{use.sure} x {gib(use.checkpoint)} for checkpoints{export}, {gib(use.logs)} for logs"
         rule = f"its disk has {gib(free)} free, and the run writes {gib(use.sure_bytes)}: {parts}"
-        instead = "free disk space, or write another run.dir=PATH, or keep fewer checkpoints (checkpoint.keep=1)"
+        fewer = ", or keep fewer checkpoints (checkpoint.keep=1)" * (use.sure > 1)
+        instead = f"free disk space, or write another run.dir=PATH{fewer}"
         yield Problem("run.dir", str(folder), rule, instead)
 
 

@@ -292,8 +292,7 @@ def test_train_py_writes_starts_and_report(tmp_path: Path, capsys: pytest.Captur
     (folder / "report.html").unlink()
     (folder / "report.html").mkdir()
     cli._write_report(folder)
-    warning = capsys.readouterr().err
-    assert warning == f"WARNING: {folder}/report.html was not written: is a folder\n"
+    assert capsys.readouterr().err == f"WARNING: {folder}/report.html was not written: is a folder\n"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a\nb"), KeyboardInterrupt(), MemoryError()])

@@ -195,8 +195,7 @@ def test_messages_name_no_bare_pip() -> None:
         ROOT / "train.py",
         *(p for f in ("megatron_llama", "data_prep", "scripts") for p in (ROOT / f).rglob("*.py")),
     ]
-    bare = [path for path in sources if "pip install " in path.read_text(encoding="utf-8")]
-    assert bare == []
+    assert [path for path in sources if "pip install " in path.read_text(encoding="utf-8")] == []
 
 
 def test_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

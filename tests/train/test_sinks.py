@@ -144,8 +144,7 @@ def test_csv_and_tensorboard_stop_on_a_full_disk(tmp_path: Path, monkeypatch: Pa
             file.append({"step": step, "loss": 2.0})
         file.close()
 
-    names = ("tensorboard", "metrics.csv")
-    expected = [f"{tmp_path}/{name}: stopped writing: File too large" for name in names]
+    expected = [f"{tmp_path}/{name}: stopped writing: File too large" for name in ("tensorboard", "metrics.csv")]
     assert on_a_full_disk(work, tmp_path / "errors", 1000).splitlines() == expected
 
 

@@ -233,8 +233,7 @@ def test_a_run_with_the_own_template_only_adds_its_end(folders: Path, tmp_path: 
         token["special"] = token["content"] != "<|end|>"
     (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(settings))
     before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
-    end = PromptBuilder(HuggingFaceTokenizer(tmp_path / "hf"), TrainedTemplate("own")).stop
-    assert end == {0}
+    assert PromptBuilder(HuggingFaceTokenizer(tmp_path / "hf"), TrainedTemplate("own")).stop == {0}
     for data, written in (({"kind": "sft", "prefixes": [], "chat_template": "own"}, 0), ({"kind": "pretrain"}, None)):
         assert write_trained_template({"data": data}, tmp_path / "hf") == written
     assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == before
