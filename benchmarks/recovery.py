@@ -126,7 +126,7 @@ class Run:
     def __exit__(self, *_: object) -> None:
         self.launcher.kill()
         self.launcher.wait()
-        with (self.folder / ".lock").open() as file:
+        with suppress(FileNotFoundError), (self.folder / ".lock").open() as file:  # none if its settings are rejected
             wait_for_lock(file)  # until its ranks have ended too
 
     @property
@@ -140,11 +140,11 @@ class Run:
         return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()][:RANKS]
 
     def poll(self, ready: Callable[[], object], may_end: bool = False) -> None:
-        """Wait until ``ready()``. Raises RuntimeError after LIMIT_SECONDS, or if the launcher has ended."""
+        """Wait until ``ready()``. Ends the benchmark after LIMIT_SECONDS, or if the launcher has ended."""
         deadline = time.monotonic() + LIMIT_SECONDS
         while not ready():
             if time.monotonic() > deadline or (self.launcher.poll() is not None and not may_end):
-                raise RuntimeError(f"the run does not train:\n{self.output.read_text(errors='replace')[-3000:]}")
+                raise SystemExit(f"the run does not train:\n{self.output.read_text(errors='replace')[-3000:]}")
             time.sleep(POLL_SECONDS)
 
     def wait_for_steps(self) -> None:
@@ -227,7 +227,7 @@ def measure(run: Run, fault: Fault) -> list[float]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "--faults", nargs="+", choices=FAULTS, default=[*FAULTS], metavar="NAME", help=", ".join(FAULTS)
+        "--faults", nargs="+", choices=FAULTS, default=[*FAULTS], metavar="NAME", help="; ".join(FAULTS)
     )
     parser.add_argument("--repeats", type=int, default=5, help="times that each fault is injected (default 5)")
     parser.add_argument("--compile", action="store_true", help="compile the model; restarts find a filled cache")

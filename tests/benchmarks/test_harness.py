@@ -35,7 +35,7 @@ from benchmarks.harness.runner import program_name, run_rounds
 from benchmarks.harness.task import Facts, Layout, TrainingTask, checksum
 from benchmarks.launches import Work, forecast
 from benchmarks.peers import train_ours
-from benchmarks.recovery import START, STOP, Timeline, read_phases
+from benchmarks.recovery import START, STOP, Run, Timeline, read_phases
 from benchmarks.studies import STUDIES, Trained
 from benchmarks.train import page
 from megatron_llama import cli
@@ -415,6 +415,11 @@ def test_a_recovery_is_divided_by_the_slowest_rank() -> None:
     for now, name in enumerate((*phases, "step 4", "step 5", "step 6"), 14):
         timeline.note_phases({1: name, 2: name if name != "step 5" else "step 4"}, float(now))
     assert timeline.seconds == [1.0, 2.0, 2.0, 1.0, 1.0, 1.0, 0.0, 2.0, 10.0]
+
+
+def test_a_recovery_reports_rejected_settings(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="name=value"), Run(tmp_path / "0", ["nope"]) as run_of_nothing:
+        run_of_nothing.poll(lambda: False)
 
 
 def test_table_compares_with_the_first_variant_of_the_same_seed() -> None:

@@ -418,8 +418,7 @@ def test_truncated_logs(tmp_path: Path, reference: str) -> None:
     nemo(folder)
     file = next(folder.iterdir())
     file.write_bytes(file.read_bytes()[:-5])
-    run = compared(reference, str(folder)).compared[0].run
-    assert run.samples[-1] >= (LOGGED_STEPS - 1) * BATCH
+    assert compared(reference, str(folder)).compared[0].run.samples[-1] >= (LOGGED_STEPS - 1) * BATCH
     broken = tmp_path / "broken" / "metrics.jsonl"
     broken.parent.mkdir()
     broken.write_bytes(metrics.read_bytes()[:70] + b"\n" + metrics.read_bytes())

@@ -73,8 +73,7 @@ def test_ranks_are_grouped_by_operations() -> None:
     """One process sends nothing."""
     # 61 rows over 3 ranks: the shards of 21, 21 and 19 rows matter only for tied embeddings.
     layout = ("trainer.pp=2", "trainer.global_batch_size=12", "model.vocab_size=61")
-    plan = make_plan(6, *layout)
-    assert [ranks for ranks, _ in groups_of_ranks(plan)] == [[0, 1, 2], [3, 4, 5]]
+    assert [ranks for ranks, _ in groups_of_ranks(make_plan(6, *layout))] == [[0, 1, 2], [3, 4, 5]]
     tied = make_plan(6, *layout, "model.tie_word_embeddings=true")
     assert [ranks for ranks, _ in groups_of_ranks(tied)] == [[0, 1], [2], [3, 4], [5]]
     for ranks, operations in groups_of_ranks(tied):

@@ -309,8 +309,7 @@ def _recorded_waits(rank: int, world: int) -> list[str]:
         yield
         inside = False
 
-    group = dist.group.WORLD
-    assert group is not None and dist.get_backend() == DEVICE.backend
+    assert dist.group.WORLD is not None and dist.get_backend() == DEVICE.backend
     with trace_waits(waiting, compiled=False):
         dist.all_reduce(torch.ones(3))
         dist.all_gather_into_tensor(torch.empty(world), torch.ones(1))
