@@ -62,8 +62,7 @@ def judge_interfaces(nodes: Sequence[NodeState]) -> Iterator[Finding]:
         usable = {name: each for name, each in seen["interfaces"].items() if each["up"] and each["address"]}
         for variable, text in seen["asked"].items():
             taken = [name for name in usable if matches(text, name, exact=variable == GLOO)]
-            outside = [name for name in taken if not is_loopback(usable[name]["address"])]
-            if not outside:
+            if all(is_loopback(usable[name]["address"]) for name in taken):
                 message = f"{variable}={text} selects {'only loopback' if taken else 'no interface of this node'}"
                 listed = ", ".join(f"{name} ({each['address']})" for name, each in usable.items())
                 good = interface_of_node(node)

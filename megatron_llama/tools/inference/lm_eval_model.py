@@ -159,8 +159,7 @@ class HarnessModel(TemplateLM):
             ordered = self._prompts(requests)
             for batch in (ordered[at : at + self._rows] for at in range(0, len(ordered), self._rows)):
                 prompts, continuations = [list(one.ids) for one in batch], [one.continuations for one in batch]
-                results = self._run("score", prompts, continuations)
-                for one, row in zip(batch, results, strict=True):
+                for one, row in zip(batch, self._run("score", prompts, continuations), strict=True):
                     for request, score in zip(one.requests, row, strict=True):
                         scores[request] = score
                     done += len(row)
@@ -211,8 +210,7 @@ class HarnessModel(TemplateLM):
 
     def _run(self, name: str, *arguments: Any) -> Any:
         """Run a batch on all ranks; return rank 0's result."""
-        command = broadcast_from_rank_0(lambda: (name, arguments))
-        return _work(self._generator, self._text, *command)
+        return _work(self._generator, self._text, *broadcast_from_rank_0(lambda: (name, arguments)))
 
 
 def _work(generator: Generator, tokenizer: Tokenizer, name: str, arguments: tuple[Any, ...]) -> Any:

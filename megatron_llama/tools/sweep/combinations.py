@@ -18,6 +18,7 @@ from megatron_llama.config import ConfigError, Problem, load_config
 from megatron_llama.config.conf_folders import options_of
 from megatron_llama.system.exit_status import EXIT_RESTART, EXIT_USER
 from megatron_llama.system.files import read_json, write_atomically
+from megatron_llama.system.object_store import is_url
 
 RUN_DIR = "run.dir"
 
@@ -63,6 +64,8 @@ def combinations(arguments: Sequence[str], conf_dir: Path) -> Sweep:
             continue
         if override.key_or_group == RUN_DIR and not override.is_sweep_override():
             folder = str(override.value())
+            if is_url(folder):
+                problems.append(Problem(RUN_DIR, folder, "must be a local path", "write a local path"))
         elif not override.is_sweep_override():
             fixed.append(text)
         elif problem := _sweep_problem(override):
