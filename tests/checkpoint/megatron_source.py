@@ -36,6 +36,9 @@ from tests.ranks import run_ranks
 
 SHAPE = {"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
 ADAM = {"adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "adam_eps": EPS, "weight_decay": DECAY, "clip_grad": 0.0}
+LLAMA = {"normalization": "RMSNorm", "norm_epsilon": 1e-5, "rotary_base": 10000, "swiglu": True}
+PROGRESS = dict.fromkeys("do_train do_valid do_test curr_iteration num_floating_point_operations_so_far".split(), 3)
+"""Arguments that Megatron-LM's training loop sets."""
 OFF = """add_bias_linear bias_activation_fusion bias_dropout_fusion apply_rope_fusion masked_softmax_fusion
     gradient_accumulation_fusion batch_p2p_comm""".split()
 SETTINGS = (*COMMON, "trainer.seed=5")
@@ -233,11 +236,9 @@ def _save(model: GPTModel, optimizer: Any, source: Source) -> None:
     arguments = argparse.Namespace(
         **SHAPE,
         **ADAM,
+        **LLAMA,
+        **PROGRESS,
         group_query_attention=True,
-        norm_epsilon=1e-5,
-        rotary_base=10000,
-        swiglu=True,
-        normalization="RMSNorm",
         seed=5,
         seq_length=LENGTH,
         split="969,30,1",
