@@ -28,7 +28,7 @@ from megatron_llama.checkpoint.tensor_source import (
 )
 from megatron_llama.config import ConfigError, ModelConfig, Problem
 from megatron_llama.config.hf_config import missing_weights
-from megatron_llama.config.hub import INDEX, SINGLE
+from megatron_llama.config.hub import INDEX, SINGLE, short_name
 
 # Old exporters wrote these tensors; the config defines their values.
 _DERIVED = ".rotary_emb.inv_freq"
@@ -156,9 +156,9 @@ def open_hf_folder(folder: Path, model: ModelConfig, *, grows: bool = False) -> 
     if other:
         actual, expected = list(tensors[other[0]].shape), list(shapes[other[0]])
         rule = f"{other[0]} has shape {actual}; model={model.name} expects {expected}"
-        problems.append(
-            Problem("init_from", str(folder), rule, "write model=from_hf to take the shape from the folder")
-        )
+        from_folder = model.name == short_name(folder)
+        instead = "correct its config.json" if from_folder else "write model=from_hf to take the shape from the folder"
+        problems.append(Problem("init_from", str(folder), rule, instead))
     if ignored & tensors.keys() and not missing and _differ(folder, tensors["lm_head.weight"], tensors[EMBEDDING]):
         rule = f"its config.json ties the embeddings, but lm_head.weight differs from {EMBEDDING}"
         instead = "write model.tie_word_embeddings=false, or set it in config.json, to use both as transformers does"

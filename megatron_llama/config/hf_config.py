@@ -266,7 +266,8 @@ def _fill_from_hf(
     try:
         content = read_hf_config(folder)
     except ValueError as error:
-        problem = Problem("init_from", folder, str(error), folder_hint(folder) + download_hint(folder))
+        hint = folder_hint(folder, ", or model=NAME if another program wrote it")
+        problem = Problem("init_from", folder, str(error), hint + download_hint(folder))
         problems.append(problem if os.path.exists(folder) else missing_folder(folder))
         return
     shape = shape_from_hf(content)
@@ -391,11 +392,11 @@ def _unsupported_lora(content: dict[str, Any]) -> Iterator[str]:
             yield f"its {name} is {show_value(value)}, and {rule}"
 
 
-def folder_hint(folder: str) -> str:
-    """Return what to write in place of a folder without a model."""
+def folder_hint(folder: str, other: str = "") -> str:
+    """Return what to write in place of a folder without a model; ``other`` is added for all but adapters."""
     if os.path.exists(os.path.join(folder, ADAPTER_CONFIG)):
         return f"write init_from=BASE, the adapter's base model, with finetune.adapter={shlex.quote(folder)}"
-    return "write the folder that holds config.json and the .safetensors files"
+    return f"write the folder that holds config.json and the .safetensors files{other}"
 
 
 def missing_folder(folder: str) -> Problem:
@@ -414,12 +415,12 @@ def has_weights(folder: Path) -> bool:
 
 def missing_weights(folder: Path) -> Problem:
     """Return the problem of an ``init_from`` without ``has_weights``."""
-    pickles = sorted(path.name for path in folder.glob("*.bin")) if folder.is_dir() else []
+    pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin")) if folder.is_dir() else []
     rule = f"has neither {SINGLE} nor {INDEX}"
     instead = "write a folder with config.json and .safetensors files" + download_hint(str(folder))
     if pickles:
         rule += f", only {pickles[0]}, a pickle: loading it can execute code"
         name = json.dumps(str(folder))
-        code = f"model = LlamaForCausalLM.from_pretrained({name}); model.save_pretrained({name})"
+        code = f"model = AutoModelForCausalLM.from_pretrained({name}); model.save_pretrained({name})"
         instead = f"if you trust its source, convert it in Python with transformers: {code}"
     return Problem("init_from", str(folder), rule, instead)

@@ -217,9 +217,9 @@ def download_hint(name: str, kind: str = MODEL) -> str:
     return f"{hint}: {_command(name, kind)}"
 
 
-def short_name(folder: str) -> str:
+def short_name(folder: str | Path) -> str:
     """Return a folder's name, or the repository's name if the folder is a snapshot of a hub repository."""
-    return hub_name(folder).rpartition("/")[2] or os.path.basename(os.path.abspath(folder))
+    return hub_name(str(folder)).rpartition("/")[2] or os.path.basename(os.path.abspath(folder))
 
 
 def hub_name(folder: str) -> str:

@@ -262,6 +262,8 @@ def test_what_is_no_such_llama_is_refused(tmp_path: Path) -> None:
         assert key in _refused(hf, tmp_path / "run")
     (hf / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
     assert "q_proj.bias (16 of 55 tensors are missing)" in _refused(hf, tmp_path / "run")
+    (hf / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
+    assert "correct its config.json" in _refused(hf, tmp_path / "run")
     (hf / "config.json").write_text(json.dumps({**config, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}))
     assert "yarn scaling has no factor" in _refused(hf, tmp_path / "run")
     (hf / "config.json").write_text(json.dumps(config))
@@ -275,7 +277,7 @@ def test_what_is_no_such_llama_is_refused(tmp_path: Path) -> None:
     torch.save(tensors, hf / "pytorch_model.bin")
     message = _refused(hf, tmp_path / "run")
     assert "pickle" in message
-    exec(message.partition("with transformers: ")[2], {"LlamaForCausalLM": transformers.LlamaForCausalLM})
+    exec(message.partition("with transformers: ")[2], {"AutoModelForCausalLM": transformers.AutoModelForCausalLM})
     assert open_hf_folder(hf, load_config(["model=from_hf", f"init_from={hf}", "data=mock"], CONF).model)
 
 
@@ -328,6 +330,8 @@ def test_an_export_never_writes_infinite_weights(tmp_path: Path) -> None:
 def test_from_hf_needs_a_folder_and_a_preset_is_checked(tmp_path: Path) -> None:
     with raises_with_message(ConfigError, "init_from"):
         load_config(["model=from_hf", "data=mock"], CONF)
+    with raises_with_message(ConfigError, "model=NAME if another program wrote it"):
+        load_config(["model=from_hf", f"init_from={tmp_path}", "data=mock"], CONF)
     save_with_transformers(CASES["llama 3, bf16, one file, wide heads"], tmp_path / "hf")
     config = load_config(["model=from_hf", f"init_from={tmp_path / 'hf'}", "data=mock", "data.seq_length=16"], CONF)
     assert config.model.name == "hf" and config.model.num_key_value_heads == 2 and config.model.rope_theta == 500000.0

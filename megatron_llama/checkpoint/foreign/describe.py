@@ -40,9 +40,7 @@ def describe(folder: Path) -> Description:
         ConfigError: The folder has no known format.
         CorruptFile: The checkpoint is damaged or malicious.
     """
-    recognized = formats.recognize(folder)
-    if recognized is None and (folder / "checkpoints").is_dir():
-        recognized = formats.recognize(folder / "checkpoints")
+    recognized = formats.recognize(folder) or formats.recognize(folder / "checkpoints")
     if recognized is None:
         rule = "there is no such folder" if not folder.exists() else "has no checkpoint of a known format"
         raise ConfigError([Problem("PATH", str(folder), rule, "name the folder of a checkpoint, or of a run")])

@@ -8,7 +8,7 @@ from the source's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from megatron_llama.arch import recognize_format as formats
@@ -27,8 +27,6 @@ from megatron_llama.corpus.blend import MEGATRON
 from megatron_llama.data.resume_record import Record
 from megatron_llama.plan import Plan
 
-_ORDER = ("trainer.seed", "data.seq_length", "data.split")
-"""Settings that determine Megatron's order of samples."""
 _READERS: dict[str, Callable[[Path], Foreign]] = {
     formats.TORCH_DIST: read_torch_dist,
     formats.RANKS: read_ranks,
@@ -65,18 +63,21 @@ def open_foreign(folder: Path, model: ModelConfig, *, resumes: bool = False) -> 
         ConfigError: The folder has no known format, or the model differs.
         CorruptFile: The folder is damaged or malicious.
     """
-    recognized = formats.recognize(folder)
+    recognized, setting = formats.recognize(folder), "checkpoint.resume" if resumes else "init_from"
     if recognized is None or not recognized.is_foreign:
         rule = "is no checkpoint of a known format" if recognized is None else f"is {formats.LABELS[recognized.format]}"
-        raise ConfigError([Problem("checkpoint.resume", str(folder), rule, "name a checkpoint")])
+        raise ConfigError([Problem(setting, str(folder), rule, "name a checkpoint")])
     foreign = read_foreign(recognized)
     if foreign.problems:
-        raise ConfigError(foreign.problems)
+        raise ConfigError(replace(each, field=setting) for each in foreign.problems)
     if foreign.vocab_size is not None and foreign.vocab_size > model.vocab_size:  # padding and tokens look alike
         rule = f"the checkpoint {foreign.folder} was trained with {foreign.vocab_size}"
         instead = f"write model.vocab_size={foreign.vocab_size}"
         raise ConfigError([Problem("model.vocab_size", model.vocab_size, rule, instead)])
-    foreign.tensors = map_tensors(foreign, model, masters=resumes)
+    try:
+        foreign.tensors = map_tensors(foreign, model, masters=resumes)
+    except ConfigError as error:
+        raise ConfigError(replace(each, field=setting) for each in error.problems) from None
     foreign.missing += [] if foreign.has_moments else [foreign.without_moments]
     check_model(foreign.folder, model, foreign.facts, resumes=resumes)
     return foreign
@@ -110,9 +111,9 @@ def resumed_state(plan: Plan, foreign: Foreign, record: Record) -> tuple[State, 
         raise ConfigError([Problem("finetune.method", "lora", rule, instead)])
     differences = _differences(plan, foreign)
     check_allowed(differences, plan.config.checkpoint.allow, folder)
-    differing = {difference.name for difference in differences}
+    reordered = {difference.name for difference in differences} & {"trainer.seed", "data.seq_length", "data.split"}
     samples = 0 if foreign.samples is None else foreign.samples
-    if foreign.samples and foreign.shuffled and record["segments"] and not differing & set(_ORDER):
+    if foreign.samples and foreign.shuffled and record["segments"] and not reordered:
         # All samples of the source's run are shuffled together, and at least the samples that it has read.
         segment = {**record["segments"][0], "first": 0, "starts": {}, "order": MEGATRON}
         segment["shuffled"] = max(foreign.shuffled, foreign.samples)

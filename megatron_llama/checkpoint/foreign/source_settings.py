@@ -239,8 +239,7 @@ def check_model(folder: Path, model: ModelConfig, facts: Mapping[str, Any], *, r
     Args:
         resumes: Whether the run continues. A new run may extend the context by ``model.rope_scaling``.
     """
-    derived = {"num_key_value_heads": kv_heads(model), "head_dim": head_dim(model)}
-    ours = {**asdict(model), **derived}
+    ours = {**asdict(model), "num_key_value_heads": kv_heads(model), "head_dim": head_dim(model)}
     if (scaling := ours["rope_scaling"]) and scaling["original_max_position_embeddings"] is None:
         scaling["original_max_position_embeddings"] = original_context(model)
     problems = []
