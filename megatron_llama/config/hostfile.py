@@ -67,8 +67,7 @@ def _host(match: re.Match[str]) -> Host:
 
 def _check_all(hosts: list[Host]) -> str | None:
     """Return the error of a list of hosts whose entries are valid."""
-    counts = Counter(host.address for host in hosts)
-    twice = sorted(name for name, count in counts.items() if count > 1)
+    twice = sorted(name for name, count in Counter(host.address for host in hosts).items() if count > 1)
     if twice:
         return f"{twice[0]} is listed twice; one process starts all ranks of a host"
     if len({host.slots is None for host in hosts}) > 1:

@@ -58,9 +58,10 @@ class Setting:
         """Return the text to write instead of ``value``, which has the wrong type."""
         if self.kind is int and isinstance(value, float) and value.is_integer():
             return f"write {self.name}={int(value)}"
-        if self.kind is list and not isinstance(value, (list, dict)):
+        whole = [str(value) if self.item_kind is str else value]
+        if not isinstance(value, (list, dict)) and self.has_type(whole) and not self.problem(whole):
             return f"write {self.name}={quote_value([value])}"
-        by_kind = self.limit.example if self.limit and self.kind is float else EXAMPLES[self.kind]
+        by_kind = self.limit.example if self.limit and self.kind in (float, list) else EXAMPLES[self.kind]
         example = by_kind if self.default in (None, [], {}) else quote_value(self.default)
         return f"write {self.type_name}, such as {self.name}={example}"
 
@@ -231,8 +232,8 @@ def suggest(name: str) -> str | None:
     same_leaf = [other for other in known if other.rpartition(".")[2] == leaf]
     if same_leaf:
         return max(same_leaf, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio())
-    # Misspelled: search the given section first, then all settings.
-    for others, cutoff in ((_settings_in(section), 0.6), (list(known), 0.8)):
+    # Misspelled: search the given section first, then all settings, then sections and groups.
+    for others, cutoff in ((_settings_in(section), 0.6), (known, 0.8), ([*sections(), "experiment", "scaled"], 0.7)):
         by_leaf = {other.rpartition(".")[2]: other for other in others}
         guess = closest_match(leaf, by_leaf, cutoff)
         if guess:
