@@ -222,17 +222,17 @@ class _Preparation:
 
     def _write_datasets(self, encoder_name: str, workspace: Workspace, ledger: Ledger) -> dict[str, Any]:
         """Publish the work folder's datasets. Raises UserError if they are empty."""
-        job = self.job
-        if not (ledger.documents_read or self.options.allow_empty or job.chat is not None):
-            workspace.remove()
-            files = "the input file is" if len(job.sources) == 1 else f"all {len(job.sources):,} input files are"
-            raise UserError(f"no documents: {files} empty. Write --allow-empty to accept an empty dataset")
-        if job.chat is not None and not ledger.keys[0].written:
+        job, options, chat = self.job, self.options, self.job.chat is not None
+        if not any(key.written for key in ledger.keys) and (chat or not options.allow_empty):
             workspace.remove()
             counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(ledger.skipped.items()))
             hint = "rerun without --on-bad-line skip to see the first one"
             why = f"all records are bad ({counts}); {hint}" if counts else "the input has no records"
-            raise UserError(f"{self.options.output_prefix}: no examples: {why}")
+            if chat:
+                raise UserError(f"{options.output_prefix}: no examples: {why}")
+            files = "the input file has" if len(job.sources) == 1 else f"all {len(job.sources):,} input files have"
+            why = why if counts else f"{files} no text"
+            raise UserError(f"no documents: {why}. Write --allow-empty to accept an empty dataset")
         dtypes = [token_dtype(self.encoder.tokenizer.size)] * len(self.names)
         if job.chat is not None:
             dtypes[1] = np.dtype(MASK_DTYPE)

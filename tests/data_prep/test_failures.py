@@ -54,6 +54,7 @@ def files(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> N
     Path("noise.jsonl.gz").write_bytes(b"\x00\x01\x02\x03")
     Path("deep.jsonl").write_text('{"text": ' + "[" * 200_000)
     Path("blank.jsonl").write_bytes(b" \n\t\r\n")
+    write_jsonl(Path("hollow.jsonl"), [""])
     Path("array.json").write_text('[\n{"text": "a"}\n]\n')
     Path("few.tsv").write_text(
         "index\tquestion\tsentence\tlabel\n0\tWho?\tHe.\tentailment\n1\tWho?\tShe.\tentailment\n"
