@@ -217,6 +217,7 @@ def _exit_status(remotes: Sequence[Remote], signals: Signals) -> int:
         return 0 if all(remote.status == 0 for remote in remotes) else EXIT_RESTART
     cause = min(bad, key=lambda remote: remote.ended_at)
     status, text = cause.status, "\n".join(cause.lines).strip()
-    sys.stderr.write(f"\nHost {cause.host.name} failed first, with exit status {status}.\n")
+    hint = f", ssh's own: correct the name, or let `ssh {cause.host.name} true` succeed without a password"
+    sys.stderr.write(f"\nHost {cause.host.name} failed first, with exit status {status}{hint * (status == 255)}.\n")
     sys.stderr.write(f"Last output:\n\n{text}\n" if text else "It has no output.\n")
     return status if status == EXIT_USER else EXIT_FAILED

@@ -126,14 +126,16 @@ def as_yaml(converted: Conversion, source: str) -> str:
 
 def write(out: Path, text: str) -> None:
     """Write the file atomically. Raises ConfigError rather than overwrite a file not written by this tool."""
-    rule = "exists and was not made by this script"
+    rule, instead = "exists and was not made by this script", "write another path"
     try:
-        if not out.exists() or MARK in out.read_text(encoding="utf-8", errors="replace"):
+        if out.suffix not in (".yaml", ".yml"):  # experiment= takes no other file
+            rule, instead = "must be the path of a .yaml file", "write -o my_run.yaml"
+        elif not out.exists() or MARK in out.read_text(encoding="utf-8", errors="replace"):
             write_atomically(out, text)
             return
     except OSError as error:
         rule = f"cannot be written: {error.strerror}"
-    raise ConfigError([Problem("-o", str(out), rule, "write another path")])
+    raise ConfigError([Problem("-o", str(out), rule, instead)])
 
 
 def command_line(converted: Conversion) -> list[str]:
@@ -174,15 +176,14 @@ def _differs(config: Config, name: str, value: Any) -> bool:
     above, _, key = name.rpartition(".")
     there = config.optim.schedule.get(key) if above == "optim.schedule" else get(config, name)
     if name in sections():
-        section = sections()[name].kind
-        return bool(there != (None if value is None else section(**value)))
+        return bool(there != (None if value is None else sections()[name].kind(**value)))
     return bool(there != value) or isinstance(there, bool) != isinstance(value, bool)
 
 
 def check(path: Path, world_size: int | None) -> list[Problem]:
     """Return the problems of the written config on the devices of the source, without checking its data."""
     try:
-        config = load_config([f"{EXPERIMENT}={path}"], CONF_DIR)
+        config = load_config([write_override(EXPERIMENT, str(path))], CONF_DIR)
         block = Grid.of(config.trainer).ranks_per_replica
         resolve(config, world_size if world_size and world_size % block == 0 else block, exists=lambda _: True)
     except ConfigError as error:

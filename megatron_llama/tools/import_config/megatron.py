@@ -39,8 +39,7 @@ def convert_script(path: Path, flags: Sequence[str], given: Mapping[str, str]) -
     values = _flags([*words[start:], *flags], command.notes)
     converted = MegatronConversion(values, path.stem)
     converted.assumed += command.notes
-    launcher = _flags(words[:start], [])
-    processes, nodes = map(launcher.get, _DEVICES)
+    processes, nodes = map(_flags(words[:start], []).get, _DEVICES)
     if isinstance(processes, int) and isinstance(nodes, int):
         converted.world_size = processes * nodes
     return converted.run()
@@ -232,8 +231,7 @@ class MegatronConversion(Conversion):
 
     def precision(self) -> None:
         """Convert the precision; Megatron's bf16 has fp32 master weights and gradient sums."""
-        fp16 = self.get("--fp16")
-        self.settings["trainer.precision"] = "bf16" if fp16 or self.get("--bf16") else "fp32"
+        self.settings["trainer.precision"] = "bf16" if self.get("--fp16") or self.get("--bf16") else "fp32"
         self.record("--bf16", Kind.RENAMED, "trainer.precision=bf16", "fp32 master weights and gradient sums")
         self.record("--fp16", Kind.UNSUPPORTED, why="fp16 with loss scaling is not supported; bf16 is written")
         if self.get("--grad-reduce-in-bf16"):

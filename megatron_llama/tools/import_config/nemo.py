@@ -464,8 +464,7 @@ def load(path: Path, overrides: Sequence[str]) -> DictConfig:
             config = content
         else:
             rule = "has no model section; it is not a config of NeMo, neuronx-nemo-megatron or NxDT"
-            instead = "write the YAML of the training script"
-            problems.append(Problem("file", str(path), rule, instead))
+            problems.append(Problem("file", str(path), rule, "write the YAML of the training script"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         reason = str(error.strerror) if isinstance(error, OSError) else " ".join(str(error).split())
         rule = f"cannot be read as YAML: {reason}"

@@ -84,7 +84,8 @@ class TorchtitanConversion(Conversion):
             shape, preset = dict(_DEBUG), "6 layers of width 256"
         else:
             rule = f"is unknown: {name} {flavor}; known are {', '.join([*_PRESETS, 'llama3 debugmodel'])}"
-            self.problems.append(Problem("model.flavor", flavor, rule, "write model.flavor=8B after the file"))
+            instead = "write model.flavor=8B after the file" if f"{name} 8b" in _PRESETS else "name another file"
+            self.problems.append(Problem("model.flavor", flavor, rule, instead))
             return
         if name == "llama3" and self.get("model.tokenizer_path") is None:
             shape["rope_scaling"] = _SCALING

@@ -9,7 +9,7 @@ import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from decimal import Decimal, InvalidOperation
 from functools import partial
 from pathlib import Path
@@ -318,7 +318,8 @@ def open_ids(prefix: str, model: ModelConfig) -> np.ndarray:
     """Return all ids of a dataset, memory-mapped; raise ConfigError if they do not fit the model."""
     problems = check_data(Config(model=model, data=DataConfig(prefixes=[prefix], tokenizer=None)))
     if problems:
-        raise ConfigError(problems)
+        instead = "prepare it with this model's tokenizer, or name another"
+        raise ConfigError(replace(each, field="--dataset", instead=instead) for each in problems)
     return IndexedDataset(prefix).tokens
 
 
@@ -482,7 +483,7 @@ def read_records(path: Path, template: Template, limit: int | None = None) -> Ev
             else:
                 records.append(record)
     except (OSError, UnicodeDecodeError, UserError) as error:
-        rule = f"cannot be read: {error}"
+        rule = f"cannot be read: {error}" if path.exists() else "there is no such file"
         raise ConfigError([Problem("FILE", str(path), rule, "name a .tsv or .jsonl file")]) from None
     if not records:
         rule = f"has no record with {', '.join(sorted(required))} ({dict(skipped) or 'it is empty'})"

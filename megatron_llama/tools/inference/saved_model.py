@@ -238,8 +238,7 @@ def open_adapter_for(path: Path, whole: SavedModel) -> TrainedAdapter:
         raise ConfigError([Problem("--adapter", str(path), "is a run with new tokens", instead)])
     check_base(path, model_of(manifest), str(whole.folder))
     lora_adapter.open_base(manifest, whole.model, whole.folder)
-    trained = lora_adapter.trained_tensors(manifest, whole.model, finetune)
-    return TrainedAdapter(trained, whole.model, finetune)
+    return TrainedAdapter(lora_adapter.trained_tensors(manifest, whole.model, finetune), whole.model, finetune)
 
 
 def open_hf_model(folder: Path) -> SavedModel:

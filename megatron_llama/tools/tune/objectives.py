@@ -69,18 +69,19 @@ def read_request(overrides: Sequence[str]) -> TuneRequest:
     if tune.jobs and (target is None or target.is_local):
         rule = "needs cluster.device and cluster.nodes"
         problems.append(Problem("tune.jobs", True, rule, "add cluster.device=NAME cluster.nodes=N"))
-    is_named = tune.name is not None
-    if not is_named and config is not None and target is not None:
+    if is_named := tune.name is not None:
+        problems += trials.check_name(str(tune.name), tune.overwrite)
+    elif config is not None and target is not None:
         devices = f"{target.ranks}x{target.name}"
         tune = replace(tune, name=re.sub(r"[^\w.-]", "_", f"{config.model.name}_{tune.objective}_{devices}"))
-    if is_named:
-        problems += trials.check_name(str(tune.name), tune.overwrite)
+    folder = Path(tune.dir or f"runs/tune-{tune.name}").absolute()
+    if not next(path for path in (folder, *folder.parents) if path.exists()).is_dir():
+        problems.append(Problem("tune.dir", str(folder), "is not a folder", "write another tune.dir=PATH"))
     if problems or config is None or target is None:
         raise ConfigError(problems)
     if config.device.name == "auto":
         config.device.name = target.device.kind
     config = choose_defaults(config)[0]
-    folder = Path(tune.dir or f"runs/tune-{tune.name}").absolute()
     output = trials.experiment_path(str(tune.name)) if is_named else None
     return TuneRequest(tuple(overrides), tuple(rest), config, replace(tune, dir=str(folder)), target, output)
 

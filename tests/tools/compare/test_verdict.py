@@ -309,8 +309,7 @@ def test_nemo_and_tensorboard_metrics_of_a_run_folder(tmp_path: Path, reference:
     assert compared(reference, str(tmp_path / "nemo")).compared[0].speed_ratio == pytest.approx(2)
     nemo(tmp_path / "run" / "tensorboard")
     agrees(reference, str(tmp_path / "run"))
-    file = next((tmp_path / "run" / "tensorboard").iterdir())
-    agrees(reference, str(file))
+    agrees(reference, str(next((tmp_path / "run" / "tensorboard").iterdir())))
 
 
 @pytest.mark.parametrize("how", ["over samples", "batch size"])

@@ -231,8 +231,7 @@ def test_fits_of_lines_and_gemms() -> None:
     assert start == 0 and each == pytest.approx(1.2, rel=0.15), "the start is not negative"
     shapes = ((256, 288, 864), (512, 768, 288), (2048, 1376, 512))
     assert fit_gemms([(*shape, filled(40, *shape) / 80e9) for shape in shapes]) == pytest.approx((80e9, 40))
-    alike = [(*shape, filled(0, *shape) / 80e9) for shape in shapes]
-    assert fit_gemms(alike) == pytest.approx((80e9, 0))
+    assert fit_gemms([(*shape, filled(0, *shape) / 80e9) for shape in shapes]) == pytest.approx((80e9, 0))
 
 
 @pytest.mark.parametrize("job", recorded()["steps"], ids=lambda job: job["name"])

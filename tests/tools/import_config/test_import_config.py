@@ -247,8 +247,8 @@ REFUSED: list[tuple[str, str | None]] = [
     ("theirs.yaml trainer.max_steps=-1", None),
     *((f"theirs.yaml ~{key}", None) for key in ("model.gone", "gone.key", "model.num_layers.x")),
     ("theirs.yaml model_source=hf model.model_config=/gone/config.json", None),
-    ("theirs.yaml -o theirs.yaml", None),
-    ("theirs.toml", "a = "),
+    *((f"theirs.yaml -o {name}", None) for name in ("theirs.yaml", "ours.txt")),
+    *(("theirs.toml", text) for text in ("a = ", "model.name = 'deepseek_v3'")),
     *((f"gone.{end} -o x.yaml", None) for end in ("yaml", "sh")),
 ]
 """(command line, content of its file); None: NeMo's."""
@@ -326,8 +326,8 @@ def test_original_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     Path("conf").mkdir()
     shutil.copy(NEMO, "conf/theirs.yaml")
     monkeypatch.setenv("XLA_USE_BF16", "1")
-    assert main([*THEIR_COMMAND.split(), "-o", "ours.yaml"]) == 0
-    GoldenFiles.check("tools/import_config/their_command.txt", capsys.readouterr().out + Path("ours.yaml").read_text())
+    assert main([*THEIR_COMMAND.split(), "-o", "a b.yaml"]) == 0
+    GoldenFiles.check("tools/import_config/their_command.txt", capsys.readouterr().out + Path("a b.yaml").read_text())
     monkeypatch.setenv("XLA_USE_BF16", "0")
     assert convert_with(NEMO, "model.wrap_with_zero=false").settings["trainer.precision"] == "fp32"
     with pytest.raises(SystemExit) as stopped:

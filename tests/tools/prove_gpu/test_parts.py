@@ -226,8 +226,7 @@ def test_recorded_losses(tmp_path: Path) -> None:
 
 def test_all_models_are_recorded_and_differ() -> None:
     assert RECORDED.keys() == TABLE["models"].keys()
-    first = {tuple(values["reduced_train_loss"]) for values in RECORDED.values()}
-    assert len(first) == len(RECORDED)
+    assert len({tuple(values["reduced_train_loss"]) for values in RECORDED.values()}) == len(RECORDED)
     assert all(len(values[name]) == parity.STEPS for values in RECORDED.values() for name in parity.RECORDED)
 
 

@@ -232,8 +232,7 @@ def test_starts_are_listed_and_marked(tmp_path: Path) -> None:
     assert KILLED in page and "unknown time" in page and '"starts":[20]' in page
     assert "starts.jsonl has 1 invalid line, omitted here" in page
     strange = start_line(10**400, 0) + start_line(1.7e9, 0).replace('"command": "', '"command": "\\ud800')
-    folder = write_run(tmp_path / "run", 3, starts=strange)
-    write_report([folder], tmp_path / "page.html")
+    write_report([write_run(tmp_path / "run", 3, starts=strange)], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "\\ud800" in page and "starts.jsonl has 1 invalid line" in page
 
@@ -285,8 +284,7 @@ def test_a_link_is_not_copied_into_the_page(tmp_path: Path) -> None:
 
 
 def test_many_runs_repeat_the_colors_with_dashes(tmp_path: Path) -> None:
-    runs = [read_run(write_run(tmp_path / f"run{number}", 3), f"run{number}") for number in range(10)]
-    page = render(runs)
+    page = render([read_run(write_run(tmp_path / f"run{number}", 3), f"run{number}") for number in range(10)])
     assert page.count('"dashed":true') == 2 and page.count('<label class="c1">') == 2
     assert page.count('class="key dashed"') == 2 * 5, "card, legend, starts, data and plan"
 
