@@ -273,9 +273,9 @@ def _too_small(plan: Plan, prefix: str, number: int) -> Problem:
         rule = f"{prefix} has {part.tokens} tokens, less than a sequence"
         fix = "use a larger dataset, or a shorter data.seq_length"
         return Problem("data.validation_prefixes", data.validation_prefixes, rule, fix)
-    use = splits.SPLITS[number]
+    use, fix = splits.SPLITS[number], "prepare more documents (a .txt file is one)"
     rule = f"split {data.split} leaves none of the {len(part.index)} documents of {prefix} for {use}"
     if part.first < part.last:
         rule = f"split {data.split} leaves {part.tokens} tokens of {prefix} for {use}, less than a sequence"
-    fix = "use a larger dataset, another data.split, a shorter data.seq_length, or trainer.val_every_steps=0"
-    return Problem("data.prefixes", data.prefixes, rule, fix)
+        fix = "use a larger dataset, a shorter data.seq_length"
+    return Problem("data.prefixes", data.prefixes, rule, f"{fix}, another data.split, or trainer.val_every_steps=0")
