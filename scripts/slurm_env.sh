@@ -17,6 +17,10 @@ command -v "$PYTHON" >/dev/null || {    # srun's status would be 2, and the job 
     echo "PYTHON=$PYTHON is not a program on $(hostname). Run \`make venv\` in $PWD, or set PYTHON before sbatch" >&2
     exit 2
 }
+case ${MAX_RESTARTS:-0} in *[!0-9]*)
+    echo "MAX_RESTARTS=$MAX_RESTARTS must be a whole number" >&2
+    exit 2 ;;
+esac
 default PYTHONUNBUFFERED 1       # write logs at once
 default PYTHONFAULTHANDLER 1     # print the Python stack after a crash in C++
 # MASTER_ADDR and MASTER_PORT   derived by the launcher: the first node, and a port from the job id.

@@ -218,8 +218,7 @@ class Checkpointer:
         parts = [("", shard, shard.local) for shard in self.model.shards]
         with_states = step > 0  # before the first step the optimizer may not have created them
         parts += self.optimizer.tensors() if with_states else ()
-        moment = f"step {step} is not saved" if saves else f"step {step}"
-        self._copies.compare(parts, moment, with_states=with_states)
+        self._copies.compare(parts, f"step {step} is not saved" if saves else f"step {step}", with_states=with_states)
         self._compared = step
 
     def finish(self, step: int) -> None:

@@ -18,11 +18,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_llama.arch.recognize_format import LABELS, recognize
 from megatron_llama.checkpoint import BEST, POINTER
 from megatron_llama.checkpoint.manifest import NAME, State, merge, read_manifest
 from megatron_llama.checkpoint.rank_files import part_name
 from megatron_llama.checkpoint.tensor_source import CorruptFile, check_file_name, read_json
 from megatron_llama.config import ConfigError, Problem
+from megatron_llama.config.problems import quote_value
 from megatron_llama.config.settings import KEPT_BY_TIME, CheckpointConfig
 from megatron_llama.config.stored_settings import checkpoint_folder, list_steps, step_of
 from megatron_llama.system.files import (
@@ -137,6 +139,9 @@ def local_model(path: Location) -> Path:
 
 
 def _find(path: Location) -> Location:
+    if isinstance(path, Path) and (other := recognize(path)) is not None and other.is_foreign:
+        instead = f"convert it: python train.py init_from={quote_value(str(path))} model=NAME data=mock trainer.steps=0"
+        raise ConfigError([Problem("CHECKPOINT", str(path), f"is {LABELS[other.format]}", instead)])
     candidates = [(path.parent, path.name)] if path.name in (POINTER, BEST) and path.is_file() else []
     candidates += [(path, POINTER), (path / "checkpoints", POINTER)]
     for folder, pointer in candidates:

@@ -154,8 +154,7 @@ def compare_shapes(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tu
         different.pop("tie_word_embeddings", None)  # the folder's tensors decide: transformers keeps an lm_head too
     if (kind := _type_from_hf(theirs)) != ours["model_type"]:
         different["model_type"] = (ours["model_type"], kind)
-    biases = biases_from_hf(theirs)
-    different |= {name: (ours[name], value) for name, value in biases.items() if value != ours[name]}
+    different |= {name: (ours[name], value) for name, value in biases_from_hf(theirs).items() if value != ours[name]}
     if theirs.get("model_type", LLAMA) != LLAMA and window_from_hf(theirs) != ours["sliding_window"]:
         different["sliding_window"] = (ours["sliding_window"], window_from_hf(theirs))
     extends = (ours["rope_scaling"] or {}).get("rope_type") in EXTENSIONS

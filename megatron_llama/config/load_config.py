@@ -436,8 +436,7 @@ def _assign(config: DictConfig, name: str, setting: Setting | None, value: Any, 
     except OmegaConfBaseException:
         assert setting is not None, "null is a legal value of an optional section"
         problem = setting.problem(value) if setting.kind is dict and isinstance(value, dict) else None
-        instead = setting.suggest_value(value)
-        problems.append(problem or Problem(name, value, f"must be {setting.type_name}", instead))
+        problems.append(problem or Problem(name, value, f"must be {setting.type_name}", setting.suggest_value(value)))
 
 
 def _delete(config: DictConfig, name: str, problems: list[Problem]) -> None:

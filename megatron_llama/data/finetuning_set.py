@@ -153,8 +153,7 @@ class SFTDataset:
         if format == UNPAIRED:
             sample["desirable"] = np.array([mask[0] < LABELLED + REJECTED for _, mask in examples] or [False])
         if format and self.reference is not None:
-            columns = slice(None) if format == PAIRS else column
-            sample["reference"] = self.reference[numbers, columns].reshape(-1)
+            sample["reference"] = self.reference[numbers, slice(None) if format == PAIRS else column].reshape(-1)
         return {name: torch.from_numpy(array) for name, array in sample.items()}
 
 

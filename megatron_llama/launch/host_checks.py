@@ -52,8 +52,7 @@ def _check_disk(folder: Path, use: DiskUse, free: int) -> Iterator[Problem]:
         parts = f"{use.sure} x {gib(use.checkpoint)} for checkpoints{export}, {gib(use.logs)} for logs"
         rule = f"its disk has {gib(free)} free, and the run writes {gib(use.sure_bytes)}: {parts}"
         fewer = ", or keep fewer checkpoints (checkpoint.keep=1)" * (use.sure > 1)
-        instead = f"free disk space, or write another run.dir=PATH{fewer}"
-        yield Problem("run.dir", str(folder), rule, instead)
+        yield Problem("run.dir", str(folder), rule, f"free disk space, or write another run.dir=PATH{fewer}")
 
 
 def _check_limits(part: int) -> Iterator[Problem]:

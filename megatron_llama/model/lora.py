@@ -112,8 +112,7 @@ class LoraLinear(nn.Module):
             weights = self.base_layer.weight.split(self.rows, dim=0)
             targets = [weight for weight, is_target in zip(weights, self.is_target, strict=True) if is_target]
             sides = zip(targets, self.lora_A.split(self.ranks, dim=0), self._sides(), self.scalings, strict=True)
-            squares = [self._row_squares(*each) for each in sides]
-            summed = torch.cat(squares)
+            summed = torch.cat([self._row_squares(*each) for each in sides])
             if not self.is_column and self.base_layer.tp_group.size() > 1:  # each rank has some columns
                 summed = all_reduce(summed, "sum", self.base_layer.tp_group)
             norms = summed.sqrt()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import yaml
 
+from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.foreign.describe import describe
 from megatron_llama.checkpoint.foreign.detect import open_foreign
 from megatron_llama.checkpoint.tensor_source import CorruptFile
@@ -23,6 +24,7 @@ from megatron_llama.config import ConfigError
 from tests.checkpoint.runner import make_plan, rejection, run
 from tests.checkpoint.source_settings import BATCH, BETAS, DECAY, EPS, LR
 from tests.checkpoint.torch_sources import SETTINGS, llama, titan_name, titan_rows
+from tests.messages import raises_with_message
 
 State = dict[str, torch.Tensor]
 HEADS, KV, DIM, HEAD = 4, 2, 32, 8
@@ -180,6 +182,8 @@ def test_each_tensor_is_the_sources(kind: str, tmp_path: Path) -> None:
     rows = dict(describe(tmp_path / "source").rows)
     assert f"{31 if kind.startswith('litgpt') else 39} tensors" in rows["weights"] and rows["layers"] == "4"
     assert ("optimizer" in rows) == (foreign.format == "deepspeed")
+    with raises_with_message(ConfigError, "checkpoint.*convert it"):
+        find_checkpoint(tmp_path / "source")
 
 
 @pytest.mark.parametrize("kind", ["zero 2", pytest.param("zero 3", marks=pytest.mark.slow)])

@@ -55,8 +55,7 @@ def inputs(seed: int, dtype: torch.dtype, heads: int, kv_heads: int, rows: int =
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, pattern: Pattern, those: Documents) -> tuple[Tensor, ...]:
-    mask = dense_mask(those.positions(), pattern, those.ids)
-    return dense_attention(q, k, v, grad, mask, torch.float32)
+    return dense_attention(q, k, v, grad, dense_mask(those.positions(), pattern, those.ids), torch.float32)
 
 
 def layout(seed: int, rows: int = 2) -> Documents:
@@ -95,8 +94,7 @@ def test_output_and_gradients_equal_a_dense_masks(way: str, pattern: str, monkey
         heads, kv_heads = ((4, 2), (6, 1), (3, 3))[seed % 3]
         q, k, v, grad = inputs(seed, dtype, heads, kv_heads)
         documents = layout(seed) if seed < 4 else None
-        whole = documents or Documents.whole(2, LENGTH, q.device)
-        expected = reference(q, k, v, grad, PATTERNS[pattern], whole)
+        expected = reference(q, k, v, grad, PATTERNS[pattern], documents or Documents.whole(2, LENGTH, q.device))
         visible = build_attention_inputs(torch.zeros(2, LENGTH), documents, PATTERNS[pattern], kernel, compiled)
         out = attend(q, k, v, visible)
         actual = out, *torch.autograd.grad(out, (q, k, v), grad)
