@@ -145,7 +145,7 @@ def _tokenizer_problems(config: Config, file: Path, tokens: int | None) -> list[
 
 
 def tokenizer_mismatches(prefixes: Sequence[str], setting: str, path: str, new: NewTokens) -> Iterator[Problem]:
-    """Yield a problem for each dataset whose manifest has another tokenizer than ``path`` with the tokens ``new``.
+    """Yield a problem for each dataset whose manifest names another tokenizer than ``path`` with the tokens ``new``.
 
     A folder's tokenizer.json or sentencepiece model may be the dataset's. Datasets of other programs have no manifest.
     """

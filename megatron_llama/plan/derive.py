@@ -228,7 +228,7 @@ def resolved_schedule(config: Config) -> dict[str, Any]:
         return config.optim.schedule
     from omegaconf import OmegaConf  # imported here: configs built in Python need no OmegaConf
 
-    # Only what the schedule names: OmegaConf needs longer for all settings than the rest of a plan.
+    # Only the settings that the schedule names: converting all of them takes longer than the rest of a plan.
     root = OmegaConf.create({"optim": {"schedule": config.optim.schedule}})
     names = {*settings_by_name(), *sections()}.intersection(re.findall(r"\w+(?:\.\w+)*", text))
     for name in sorted(names):

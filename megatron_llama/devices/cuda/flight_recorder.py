@@ -51,8 +51,7 @@ def request_dump(rank: int) -> bool:
 def collectives(rank: int) -> str:
     """Return a rank's last finished and its unfinished collectives, one per line. Empty before the dump is written."""
     try:
-        content = read_whole(Path(f"{_prefix()}{rank}"), MOST_BYTES)
-        entries = _NoClasses(io.BytesIO(content)).load()["entries"]
+        entries = _NoClasses(io.BytesIO(read_whole(Path(f"{_prefix()}{rank}"), MOST_BYTES))).load()["entries"]
         finished = [entry for entry in entries if entry["state"] == "completed"]
         waiting = [entry for entry in entries if entry["state"] != "completed"]
         return "\n".join(map(_line, [*finished[-1:], *waiting[:MOST_LINES]]))
