@@ -38,13 +38,15 @@ MOST_LISTED = 6
 """Overrides that the plan of a resumed run lists."""
 
 USAGE = """\
-usage: python train.py [--dry-run] [--no-plan] [--help]
+usage: python train.py [-m [--slurm=OPTIONS]] [--dry-run] [--no-plan] [--help]
                        [group=choice ...] [section.setting=value ...]
 
 Train a Llama model with 3D parallelism. By default, one process per device of
 this host is started (on a CPU: tp x cp x pp x dp processes). Under torchrun,
 srun or mpirun, the process becomes a rank or starts the ranks of its node.
 
+  -m          start a run for each combination of values, as in
+              optim.lr=1e-3,3e-3; --slurm=OPTIONS submits them by sbatch
   --dry-run   print the plan and exit (same as dry_run=true);
               trainer.dp=N plans for other hosts
   --no-plan   print the path of plan.txt in place of the plan

@@ -54,8 +54,7 @@ def attention_rows(model: ModelConfig, tp: int, rank: int) -> list[Rows]:
         kv_rows = [Rows(i * size, (i + 1) * size, i) for i in range(local)]
     else:
         shared = blocks // kv  # blocks whose queries use one kv head
-        owners = sorted({(first + i) // shared for i in range(local)})
-        starts = [owner * shared - first for owner in owners]
+        starts = [owner * shared - first for owner in sorted({(first + i) // shared for i in range(local)})]
         kv_rows = [Rows(i * head, (i + 1) * head, leaf if leaf >= 0 else None) for i, leaf in enumerate(starts)]
     rows = q
     for _ in ("k", "v"):

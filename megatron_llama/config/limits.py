@@ -200,6 +200,8 @@ RISING_SAMPLES = Limit(
     "[[100000,16],[300000,32]]",
 )
 
+PROM_FILE = Limit(lambda path: path.endswith(".prom"), "must be .prom: node exporter reads no other", "train.prom")
+
 
 def not_blank(rule: str, example: str) -> Limit:
     """Require text that is not blank."""

@@ -65,6 +65,7 @@ MOST_BRACKETS = 16
 """Maximum nesting of brackets in an override: Hydra's grammar and OmegaConf recurse into each level."""
 _ITEM = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\\.|[^][,'"\\])+""")
 """A text in quotes, or an item of a list."""
+_EXAMPLE = "name=value, such as trainer.tp=2"
 VALIDATION = "data.validation_prefixes"
 _BRACKETS = dict.fromkeys("[{(", 1) | dict.fromkeys("]})", -1)
 # Other exceptions that Hydra raises, e.g. for a file whose defaults are not a list of names.
@@ -321,7 +322,8 @@ def _syntax_problem(text: str) -> Problem:
     if re.search(r"[\ud800-\udfff]", text):  # how Python represents bytes that it cannot decode
         rule, instead = "has bytes that are not UTF-8", "write it in UTF-8; rename a file or folder with such a name"
     elif text.startswith("-"):
-        instead = "omit the dashes: name=value, such as trainer.tp=2"
+        known = name.lstrip("-") in settings_by_name()
+        instead = f"write {text.lstrip('-')}" if known and equals else f"write {_EXAMPLE}; --help lists the options"
     elif equals and value.startswith(("[", "{")) and not value.endswith(("]", "}")) and _open_brackets(value) > 0:
         rule, instead = "has an open bracket", f"close it; a list with spaces needs quotes: '{name}=[1, 2]'"
     elif value.startswith("="):
@@ -334,7 +336,7 @@ def _syntax_problem(text: str) -> Problem:
         quoted = {"[]": _quote_list(value[1:-1]), "{}": shlex.quote(re.sub(r"(?<!\\)[()=]", r"\\\g<0>", value))}
         instead = f"quote or escape the value: {name}={quoted.get(value[0] + value[-1]) or quote_value(value)}"
     else:
-        instead = "write name=value, such as trainer.tp=2; quote a value with spaces: 'run.dir=my run'"
+        instead = f"write {_EXAMPLE}; quote a value with spaces: 'run.dir=my run'"
     return Problem("override", text, rule, instead)
 
 

@@ -22,6 +22,7 @@ from megatron_llama.config.limits import (
     LOGGED,
     OPTIM,
     POSITIVE_NUMBERS,
+    PROM_FILE,
     RISING_SAMPLES,
     SHARE,
     THREE_SHARES,
@@ -525,7 +526,7 @@ class LoggingConfig:
     """Write TensorBoard events to <run.dir>/tensorboard."""
     csv: bool = False
     """Also write <run.dir>/metrics.csv, a row per step."""
-    prometheus: Annotated[str | None, not_blank("must be a file", "/var/lib/node_exporter/training.prom")] = None
+    prometheus: Annotated[str | None, PROM_FILE] = None
     """File for the newest step's metrics in Prometheus's text format (node exporter's textfile collector)."""
     wandb: Annotated[str, one_of("off", "offline", "online")] = "off"
     """Weights & Biases: online, or offline to <run.dir>/wandb for a later `wandb sync`. Needs the extra wandb."""

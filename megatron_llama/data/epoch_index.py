@@ -94,8 +94,7 @@ def open_epoch(
     """
     stat = dataset.idx_path.stat()
     # Each host of a run has a local copy of an object; they share the order by the object's version.
-    version = dataset.version or stat.st_mtime_ns
-    made_of = (VERSION, stat.st_size, version, *span, seq_length, seed, epoch)
+    made_of = (VERSION, stat.st_size, dataset.version or stat.st_mtime_ns, *span, seq_length, seed, epoch)
     digest = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
     folder = cache / f"{Path(dataset.prefix).name}-epoch{epoch}-{digest}"
     loaded = _load(folder)

@@ -77,8 +77,7 @@ class Hpu(Device):
         return len(_visible_modules())
 
     def memory_bytes(self) -> int:
-        name = _cards()[0]
-        return next((gibibytes for card, _, _, gibibytes in _CARDS if card in name), _CARDS[-1][-1]) * 2**30
+        return next((gibibytes for card, _, _, gibibytes in _CARDS if card in _cards()[0]), _CARDS[-1][-1]) * 2**30
 
     def hardware(self) -> dict[str, str]:
         facts, cards = {}, _cards()

@@ -108,8 +108,7 @@ def _llama3(model: ModelConfig, scaling: RopeScaling, length: int) -> torch.Tens
     smooth = (context / wavelengths - low) / (high - low)
     between = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
     scaled = torch.where(wavelengths > context / low, frequencies / scaling.factor, frequencies)
-    is_between = (wavelengths <= context / low) & (wavelengths >= context / high)
-    return torch.where(is_between, between, scaled)
+    return torch.where((wavelengths <= context / low) & (wavelengths >= context / high), between, scaled)
 
 
 SCALED = {"linear": _linear, "dynamic": _dynamic, "yarn": _yarn, "longrope": _longrope, "llama3": _llama3}

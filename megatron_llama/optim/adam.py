@@ -102,8 +102,7 @@ class ElementwiseAdam(KernelAdam):
 
 def _build(inputs: OptimizerInputs, *, decoupled: bool) -> ShardOptimizer:
     if inputs.rounds:
-        update = adamw_update if decoupled else adam_update
-        return ElementwiseOptimizer(inputs, update, **inputs.hyperparameters)
+        return ElementwiseOptimizer(inputs, adamw_update if decoupled else adam_update, **inputs.hyperparameters)
     if inputs.plan.config.trainer.exact:
         return ElementwiseAdam(inputs, decoupled=decoupled)
     if inputs.plan.storage.keeps_bf16_grads:

@@ -171,8 +171,7 @@ def _derive_from_steps(config: Config) -> None:
     _derive_random_ltd(config)
     checkpoint = config.checkpoint
     if checkpoint.every_minutes is None:
-        by_time = checkpoint.every_steps is None and checkpoint.save_last
-        checkpoint.every_minutes = SAVE_MINUTES if by_time else 0.0
+        checkpoint.every_minutes = SAVE_MINUTES if checkpoint.every_steps is None and checkpoint.save_last else 0.0
 
 
 def _derive_random_ltd(config: Config) -> None:

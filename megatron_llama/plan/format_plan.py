@@ -73,8 +73,7 @@ def layout_lines(plan: Plan, hardware: str | None = None) -> Iterator[str]:
     batches = "micro batch" if plan.num_microbatches == 1 else "micro batches"
     micro = f"{plan.num_microbatches:,} {batches} of {trainer.micro_batch_size}"
     chunks = f", MLP in {trainer.mlp_chunks} chunks" if trainer.mlp_chunks > 1 else ""
-    text = f"zero {trainer.zero}{shard}, {recomputation(plan)}{chunks}, {micro}"
-    yield from wrap_lines(text, rest="  ")
+    yield from wrap_lines(f"zero {trainer.zero}{shard}, {recomputation(plan)}{chunks}, {micro}", rest="  ")
     yield batch_line(plan.config, hardware)
 
 

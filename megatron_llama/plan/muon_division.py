@@ -78,8 +78,7 @@ class MatrixWork:
             parameter = _name(0, matrix).removeprefix("model.").replace(module, fused_matrix(module))
             place = TensorParallel(tp_rank, self.tp)
             whole = rectangles(parameter, self._plan.model, place, self._plan.padded_vocab_size)
-            rows = sum(part.size[0] for part in whole)
-            held = keep_rows(whole, *rows_of_shard(rows, shard_rank, self.shard_size))
+            held = keep_rows(whole, *rows_of_shard(sum(part.size[0] for part in whole), shard_rank, self.shard_size))
             self._parts[key] = [part for part in held if part.name == _name(0, matrix)]
         return [replace(part, name=name) for part in self._parts[key]]
 

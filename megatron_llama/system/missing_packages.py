@@ -76,8 +76,7 @@ def _suggestion(names: list[str]) -> str:
     python = VENV / "bin" / "python"
     here = Path.cwd() == ROOT
     if python.exists() and Path(sys.prefix).resolve() != VENV.resolve():
-        interpreter = os.path.relpath(python) if here else str(python)
-        command = shlex.join([interpreter, *program(), *sys.argv[1:]])
+        command = shlex.join([os.path.relpath(python) if here else str(python), *program(), *sys.argv[1:]])
         return f"Type {command}, which uses the environment that `make venv` built"
     if sys.version_info < OLDEST_PYTHON:
         return f"Type make -C {shlex.quote(str(ROOT))} venv, which finds one and builds {python}"

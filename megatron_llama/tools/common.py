@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from megatron_llama.config import ConfigError, Problem, format_problems
@@ -47,6 +48,22 @@ def run_tool(tool: str, argv: Sequence[str], work: Callable[[Any, list[str]], in
     except ConfigError as error:
         sys.stderr.write(format_problems(error) + "\n")
         return EXIT_USER
+
+
+def check_recipe(option: str, path: Path, mark: str) -> None:
+    """Create the folder of a recipe that a tool will write. Raises ConfigError if the file is not YAML, cannot be
+    written, or exists without ``mark``, the text that identifies the tool's own files."""
+    rule, instead = "exists and was not made by this script", "write another path"
+    try:
+        if path.suffix not in (".yaml", ".yml"):  # experiment= takes no other file
+            rule, instead = "must be the path of a .yaml file", f"write {option} my_run.yaml"
+        elif not path.exists() or mark in path.read_text(encoding="utf-8", errors="replace"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=path.parent).close()
+            return
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror}"
+    raise ConfigError([Problem(option, str(path), rule, instead)])
 
 
 def show_line(text: str) -> None:

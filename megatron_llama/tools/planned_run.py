@@ -189,5 +189,4 @@ def batch_problems(config: Config, overrides: Sequence[str]) -> list[Problem]:
     if recipe is None or is_stated or not from_scratch or not is_large(config):  # large: not cut to a few layers
         return []
     rule = f"is not set. The default, {default} {plural(default, 'sequence')}, is for small models"
-    advice = f"write {BATCH}={recipe[1]}, as in experiment={recipe[0]}, or another size"
-    return [Problem(BATCH, None, rule, advice)]
+    return [Problem(BATCH, None, rule, f"write {BATCH}={recipe[1]}, as in experiment={recipe[0]}, or another size")]

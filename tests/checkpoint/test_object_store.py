@@ -142,8 +142,7 @@ def test_an_older_one_is_used(
     run(1, tmp_path / "run", EVERY_STEP, remote, until=2)
     names = [each for each in store.names() if each.startswith("run/step_00000002") and each.endswith(ending)]
     _damage(store, names[-1], change)
-    after = run(1, tmp_path / "other", remote, until=2)
-    assert after.started_at == 1 and re.search(message, capfd.readouterr().err)
+    assert run(1, tmp_path / "other", remote, until=2).started_at == 1 and re.search(message, capfd.readouterr().err)
     check_only_published(store, [2, 1])  # the damaged one is replaced
 
 

@@ -55,8 +55,7 @@ def test_any_sample_is_computed_directly() -> None:
         assert sum(counts) == number
         which, sample = blend.at(number)
         assert sample == counts[which]
-        after = [count + (dataset == which) for dataset, count in enumerate(counts)]
-        assert blend.counts(number + 1) == after
+        assert blend.counts(number + 1) == [count + (dataset == which) for dataset, count in enumerate(counts)]
         for count, share in zip(counts, blend.shares, strict=True):
             assert abs(count - number * share) <= 3
     fresh = Blend([3, 1.234, 6])  # the proportion counts, and nothing that was asked before

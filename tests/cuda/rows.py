@@ -35,8 +35,7 @@ COPIES = ("trainer.check_copies_every=1", "trainer.tp=2", "trainer.zero=1")
 
 def base(runtime: Runtime, folder: Path) -> Path:
     """Train a model; return its Hugging Face folder."""
-    export = ("checkpoint.save_last=true", "checkpoint.export_hf=true")
-    runtime.train(folder, "trainer.steps=1", *export).check()
+    runtime.train(folder, "trainer.steps=1", "checkpoint.save_last=true", "checkpoint.export_hf=true").check()
     return next((folder / "run").rglob("config.json")).parent
 
 

@@ -96,8 +96,7 @@ def test_exact_mode(runtime: Runtime, tmp_path: Path, ranks: int, layout: list[s
 
 @pytest.mark.parametrize("package", fused_attention.PACKAGES)
 def test_fused_attention_is_used_where_it_is_installed(runtime: Runtime, tmp_path: Path, package: str) -> None:
-    run = runtime.start(["-m", fused_attention.__name__, package], tmp_path, 1, {}).check()
-    assert run.output.endswith("done\n")
+    assert runtime.start(["-m", fused_attention.__name__, package], tmp_path, 1, {}).check().output.endswith("done\n")
 
 
 OPERATORS = {"norms": 2 * 3, "rotations of q and k": 2 * 2, "SwiGLU": 2}

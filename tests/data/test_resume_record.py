@@ -36,8 +36,7 @@ def test_a_stream_resumes_at_any_sample(sets: list[str]) -> None:
     chooser = random.Random(3)
     blend: list[Any] = [0.2, sets[0], 0.5, sets[1], 0.3, sets[2]]
     schedule = [{"samples": 100, "prefixes": [sets[2], sets[0]]}]
-    plan = data_plan(blend, **{"data.schedule": schedule})
-    (whole,) = read((plan, None, 0, 200))
+    (whole,) = read((data_plan(blend, **{"data.schedule": schedule}), None, 0, 200))
     record = whole.record
     assert len(record["segments"]) == 2 and record["order"] == "epochs"
     stops = [0, *sorted(chooser.sample(range(1, 200), 4)), 200]

@@ -50,8 +50,7 @@ def read_torch_dist(folder: Path) -> Foreign:
     prefix = min(embeddings, key=len, default=embedding).removesuffix(embedding)
     stacked = f"{prefix}decoder.layers.mlp.linear_fc2.weight" in dcp.tensors
     names = partial(megatron_names, keys=dcp.tensors, prefix=prefix, stacked=stacked)
-    states = "optimizer.state.{kind}.{name}"
-    result = Foreign(TORCH_DIST, folder, dict(dcp.tensors), names, states, prefix=prefix)
+    result = Foreign(TORCH_DIST, folder, dict(dcp.tensors), names, "optimizer.state.{kind}.{name}", prefix=prefix)
     _describe_source(result, common)
     _read_train_state(result)
     if any(".gbuf" in key or "bucket" in key or "dp_group_idx" in key for key in dcp.tensors):

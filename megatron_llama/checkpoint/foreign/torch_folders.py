@@ -119,8 +119,7 @@ def _flat_group(states: DcpFolder, names: Collection[str]) -> dict[str, Any]:
         name, _, value = whole.removeprefix(f"{_OPTIMIZER}param_groups.").rpartition(".")
         if name in names and whole.startswith(f"{_OPTIMIZER}param_groups."):
             stored = states.value(whole)
-            is_number = isinstance(stored, torch.Tensor) and stored.numel() == 1
-            group[value] = stored.item() if is_number else stored
+            group[value] = stored.item() if isinstance(stored, torch.Tensor) and stored.numel() == 1 else stored
     return group
 
 

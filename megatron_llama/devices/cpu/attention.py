@@ -116,8 +116,7 @@ def _kernel_input(x: Tensor) -> Tensor:
     """Return x, or a copy in the layout of the kernel: contiguous d, even strides, fp32 without bf16 instructions."""
     if x.dtype == torch.bfloat16 and not _multiplies_bf16():
         x = x.float()
-    needs_copy = x.stride(3) != 1 or any(stride % 2 for stride in x.stride()[:3])
-    return empty_like(x).copy_(x) if needs_copy else x
+    return empty_like(x).copy_(x) if x.stride(3) != 1 or any(stride % 2 for stride in x.stride()[:3]) else x
 
 
 def _in(dtype: torch.dtype, x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from megatron_llama.system.files import write_atomically
 from megatron_llama.system.programs import CONF_DIR, name_commands, option_name
 from megatron_llama.system.rerun_command import ArgumentParser
 from megatron_llama.system.wrapping import WIDTH, escape_controls, wrap, wrap_command, wrap_lines
-from megatron_llama.tools.common import nest
+from megatron_llama.tools.common import check_recipe, nest
 from megatron_llama.tools.import_config.conversion import MOST_UNKNOWN, UNKNOWN, Conversion, KeyConversion, Kind
 from megatron_llama.tools.import_config.megatron import convert_script
 from megatron_llama.tools.import_config.nemo import convert
@@ -70,7 +70,8 @@ def main(argv: Sequence[str]) -> int:
     out = arguments.output or source.with_name(f"{source.stem}{IMPORTED}.yaml")
     try:
         converted = convert_source(source, positional, flags)
-        write(out, as_yaml(converted, source.name))
+        check_recipe("-o", out, MARK)
+        write_atomically(out, as_yaml(converted, source.name))
     except ConfigError as error:
         sys.stderr.write(format_problems(error, str(source)) + "\n")
         return EXIT_USER
@@ -122,20 +123,6 @@ def as_yaml(converted: Conversion, source: str) -> str:
     content = {"defaults": [{"override /optim": converted.schedule}], **nest(converted.settings)}
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
     return "\n".join([*head, text])
-
-
-def write(out: Path, text: str) -> None:
-    """Write the file atomically. Raises ConfigError rather than overwrite a file not written by this tool."""
-    rule, instead = "exists and was not made by this script", "write another path"
-    try:
-        if out.suffix not in (".yaml", ".yml"):  # experiment= takes no other file
-            rule, instead = "must be the path of a .yaml file", "write -o my_run.yaml"
-        elif not out.exists() or MARK in out.read_text(encoding="utf-8", errors="replace"):
-            write_atomically(out, text)
-            return
-    except OSError as error:
-        rule = f"cannot be written: {error.strerror}"
-    raise ConfigError([Problem("-o", str(out), rule, instead)])
 
 
 def command_line(converted: Conversion) -> list[str]:

@@ -22,7 +22,7 @@ from megatron_llama.system.progress import ProgressBar
 from megatron_llama.system.tables import GIB, gib, plural, text_table
 from megatron_llama.system.wrapping import WIDTH, wrap_lines
 from megatron_llama.tools.cluster_settings import CLUSTER, ClusterConfig, TuneConfig, load_section, load_tuning
-from megatron_llama.tools.common import NO_FILES
+from megatron_llama.tools.common import NO_FILES, check_recipe
 from megatron_llama.tools.plan.forecast_run import MOST_DEVICES, forecast_plan
 from megatron_llama.tools.planned_run import read_config
 from megatron_llama.tools.tune import longest_sequence
@@ -33,6 +33,7 @@ from megatron_llama.tools.tune.target import Target, find_target
 
 STATED = ("data.seq_length", "trainer.global_batch_size", "trainer.precision", "device.name")
 """Settings that each experiment file states, also if they are defaults."""
+MARK = "Written by scripts/tune.py"
 LENGTH_MARGIN = 1.05
 """Factor of the corrected memory forecast, applied after a length at which all trials ran out of memory."""
 
@@ -90,11 +91,12 @@ def tune(overrides: Sequence[str], output: Path | None = None) -> None:
     """Run ``scripts/tune.py`` with a command line. ``output`` is the file to write.
 
     Raises:
-        ConfigError: a setting is invalid.
+        ConfigError: a setting or ``output`` is invalid.
         NothingWorks: nothing fits, or all trials failed.
     """
     request = read_request(overrides)
     if output is not None:
+        check_recipe("--output", output, MARK)
         request = replace(request, output=output)
     if request.target.note is not None:
         _print_lines([request.target.note, ""])
@@ -218,7 +220,7 @@ def _show_and_write(request: TuneRequest, result: SearchResult) -> None:
     comment = experiment_comment(result, config, request.tune.objective)
     stated = {name: get(config, name) for name in STATED}
     text = trials.experiment_text(request.overrides, {**stated, **best.settings}, comment, always=STATED)
-    request.output.parent.mkdir(parents=True, exist_ok=True)
+    request.output.parent.mkdir(parents=True, exist_ok=True)  # of tune.name
     write_atomically(request.output, text)
     chosen = name if request.output == trials.experiment_path(name) else request.output
     _print_lines(["", f"wrote {request.output}", f"  python train.py experiment={chosen}"])
@@ -337,7 +339,7 @@ def experiment_comment(result: SearchResult, config: Config, objective: str) -> 
     lines = [f"{config.model.name} on {target}: best settings for {objective}, {time.strftime('%Y-%m-%d')}."]
     lines.append(batch_line(config, result.target.title) + ".")
     forecast = _format_numbers(best.seconds, tokens, best.required_bytes)
-    lines += ["", "Written by scripts/tune.py. Forecast: a step of " + forecast]
+    lines += ["", f"{MARK}. Forecast: a step of {forecast}"]
     trial = result.history.tried.get(best.key)
     if trial is not None and trial[1].seconds:
         memory = result.target.measured_bytes(trial[1].memory or 0, best.ranks)

@@ -247,7 +247,7 @@ REFUSED: list[tuple[str, str | None]] = [
     ("theirs.yaml trainer.max_steps=-1", None),
     *((f"theirs.yaml ~{key}", None) for key in ("model.gone", "gone.key", "model.num_layers.x")),
     ("theirs.yaml model_source=hf model.model_config=/gone/config.json", None),
-    *((f"theirs.yaml -o {name}", None) for name in ("theirs.yaml", "ours.txt")),
+    *((f"theirs.yaml -o {name}", None) for name in ("theirs.yaml", "theirs.yaml/ours.yaml", "ours.txt")),
     *(("theirs.toml", text) for text in ("a = ", "model.name = 'deepseek_v3'")),
     *((f"gone.{end} -o x.yaml", None) for end in ("yaml", "sh")),
 ]

@@ -136,6 +136,10 @@ def test_trials_on_this_machine(
     with locked_folder(output_dir / "runs/tune-other"):
         assert main([*WORDS, "tune.trials=2", "tune.name=other", "cluster.devices_per_node=2"]) == 2
     assert "is in use by another search" in capsys.readouterr().err
+    Path("recipe.yaml").touch()
+    for path in ("recipe.yaml", "recipe.txt", "recipe.yaml/best.yaml"):
+        assert main([*WORDS, f"--output={path}"]) == 2, "before the search"
+        assert f"--output = {path}" in capsys.readouterr().err
 
 
 def test_virtual_stages_are_candidates() -> None:
