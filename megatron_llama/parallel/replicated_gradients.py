@@ -57,7 +57,7 @@ class ReplicatedGradients:
         for shard in shards:
             if shard.grad is None:
                 continue
-            name = shard.name.removesuffix(".weight")
+            name = shard.name.removesuffix(".weight").replace(".base_layer", "")  # a bias that LoraLinear wraps
             if (group := self.group_of(name)) is not None:
                 by_group[group].append(shard.upcast_grad())
             elif self.kv_group is not None and name.endswith(KV_HEADS):
@@ -70,8 +70,7 @@ class ReplicatedGradients:
 
     def total_loss(self, means: torch.Tensor) -> torch.Tensor:
         """Return the global batch's means: the sum over all ranks, with equal parts of tensor-parallel ranks once."""
-        # Tensor-parallel ranks of the last stage have the same value, context-parallel ranks have parts of the sum, and
-        # other stages have zeros.
+        # Equal on tensor-parallel ranks, parts of the sum on context-parallel ranks, 0 before the last stage.
         means = means / self.copies_of_loss
         dist.all_reduce(means)
         return means

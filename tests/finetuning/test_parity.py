@@ -105,7 +105,7 @@ KINDS = {
     "patterns": PATTERNS,
     "patterns and dora": (*PATTERNS, "finetune.use_dora=true"),
     "one layer": LAYER_1,
-    "all biases": BIASES,
+    "all biases": ("model.attention_bias=true", "model.mlp_bias=true", *BIASES[1:]),
     "biases of one layer": (*BIASES[:-1], "finetune.bias=lora_only", "finetune.layers_to_transform=[0]"),
     "whole modules": MODULES,
     "rank-stabilized": (*RANK, "finetune.use_rslora=true", "finetune.lora_alpha=6"),
