@@ -188,8 +188,8 @@ def layers_fill_stages(config: Config, world_size: int) -> Iterator[Problem]:
     pp, vpp, layers = config.trainer.pp, config.trainer.vpp, config.model.num_hidden_layers
     if pp > 1 and layers < pp * vpp:
         rule = f"pp * vpp = {pp} * {vpp} = {pp * vpp} must be at most model.num_hidden_layers={layers}"
-        pipelines = {size: Grid.of(config.trainer).resized(pp=size) for size in range(1, layers // vpp + 1)}
-        legal = [size for size, grid in pipelines.items() if world_size % grid.ranks_per_replica == 0]
+        sizes = range(min(vpp, 2), layers // vpp + 1)  # virtual stages need pp > 1
+        legal = [n for n in sizes if world_size % Grid.of(config.trainer).resized(pp=n).ranks_per_replica == 0]
         advice = [nearest_legal("trainer.pp", pp, legal)] if legal else []
         advice += [f"write trainer.vpp={layers // pp}"] if vpp > 1 and layers >= pp else []
         advice += [f"write model.num_hidden_layers={pp * vpp} or more"] if not advice else []
