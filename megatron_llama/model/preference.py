@@ -64,6 +64,8 @@ class Pairs:
     """[b, examples], bool: labels of single answers. None: pairs."""
     kl: Tensor | None = None
     """KTO's estimate of the KL divergence from the initial weights, of the global batch, fp32 scalar."""
+    weight: Tensor | None = None
+    """Weight of an example in the mean, fp32 scalar; the head needs it for a loss."""
 
     def on(self, move: Callable[[Tensor], Tensor]) -> Pairs:
         """Return a copy on the device to which ``move`` takes tensors."""
@@ -98,19 +100,18 @@ class PreferenceLoss:
     def __call__(
         self, head: Head, x: Tensor, weight: Tensor, labels: Tensor, loss_weights: Tensor, pairs: Pairs
     ) -> Tensor:
-        """Return the sums over examples of the loss and of each metric, times the weight of an example, fp32
-        [metrics + 1].
+        """Return the weighted sums over examples of the loss, which has a gradient, and of each metric, fp32
+        [metrics + 1]; 0 except on the first context-parallel rank. Without ``pairs.reference``: ``answer_logps``.
 
-        ``loss_weights``: [s, b], fp32, the weight of an example in the mean, 0 for tokens without loss. Only the loss
-        has a gradient. On the first context-parallel rank; the other ones return 0. Without ``pairs.reference``, return
-        ``answer_logps``.
+        ``loss_weights``: [s, b], fp32, ``pairs.weight``; 0 for tokens without loss.
         """
         logps = self.answer_logps(head, x, weight, labels, loss_weights, pairs)
         if pairs.reference is None:
             return logps
         values, derivatives = self._values(logps, pairs)
         is_counted = (pairs.numbers >= 0) * (self.context is None or self.context.rank() == 0)
-        values = head.total(values * is_counted * loss_weights.max())  # all nonzero weights are equal
+        assert pairs.weight is not None  # this rank's part of the sequence may have no loss, and so no weight
+        values = head.total(values * is_counted * pairs.weight)
         if not torch.is_grad_enabled():
             return values
         token_weights = -derivatives.gather(1, pairs.answers).t() * loss_weights

@@ -64,7 +64,8 @@ def run_schedule(
         labels = (batch.labels, batch.loss_mask / total_tokens) if chunk.is_last else (None, None)
         inputs = chunk.build_inputs(batch.tokens, batch.documents, batch.subsets if train else None)
         keys = batch.noise_keys if train else None
-        output = chunk(batch.tokens, *labels, inputs, pairs=batch.pairs, noise_keys=keys)
+        pairs = batch.pairs and replace(batch.pairs, weight=1 / total_tokens)
+        output = chunk(batch.tokens, *labels, inputs, pairs=pairs, noise_keys=keys)
         return output, lambda loss: (loss[0] if metrics else loss, batch.loss_mask.sum().int(), loss.detach())
 
     contexts = [no_sync_func(chunk, trainer.zero, copies) for chunk, copies in zip(chunks, compute_copies, strict=True)]
@@ -72,9 +73,8 @@ def run_schedule(
         chunks[0].config.no_sync_func = contexts if trainer.vpp > 1 else contexts[0]
     losses = _run(chunks, plan, forward_step, microbatches, microbatches[0].tokens.shape, train)
     chunks[0].config.no_sync_func = None  # without a backward pass, 1F1B would enter it and not leave it
-    device = microbatches[0].tokens.device
     shape = (1 + len(metrics),) if metrics else () if train else (2,)
-    return torch.stack(losses).sum(dim=0) if losses else torch.zeros(shape, device=device)
+    return torch.stack(losses).sum(dim=0) if losses else torch.zeros(shape, device=total_tokens.device)
 
 
 def run_answer_logps(chunks: list[Llama], plan: Plan, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
