@@ -75,8 +75,7 @@ def _plan(config: Config) -> Plan:
     # Processes on CPU share the memory of this machine; accelerators have separate memory.
     sharing_ranks = 1 if device.is_accelerator else min(3, max(1, trainer.pp))
     name, fast_bf16 = f"this machine's {device.name}", device.has_fast_bf16()
-    machine = Machine(device.memory_bytes(), sharing_ranks, name, fast_bf16=fast_bf16)
-    return resolve(config, world_size, machine)
+    return resolve(config, world_size, Machine(device.memory_bytes(), sharing_ranks, name, fast_bf16=fast_bf16))
 
 
 def _start(plan: Plan) -> int:

@@ -39,8 +39,11 @@ def convert_toml(path: Path, given: Mapping[str, str]) -> Conversion:
         values |= {key.lstrip("-"): yaml.safe_load(value) for key, value in given.items()}
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = str(error.strerror) if isinstance(error, OSError) else " ".join(str(error).split())
-        problem = Problem("file", str(path), f"cannot be read as TOML: {reason}", "write the path of a TOML file")
-        raise ConfigError([problem]) from error
+        rule = f"cannot be read as TOML: {reason}"
+        raise ConfigError([Problem("file", str(path), rule, "write the path of a TOML file")]) from error
+    if not {"model", "training"} & content.keys():
+        rule = "has no model or training section; it is not a config of torchtitan"
+        raise ConfigError([Problem("file", str(path), rule, "write the TOML of the training script")])
     return TorchtitanConversion(values, path.stem).run()
 
 

@@ -64,8 +64,7 @@ class ModuleClock(Modules):
         metadata: dict[str, str] = {} if node is None else node.metadata  # type: ignore[assignment]
         if node is not None and _MARK not in metadata:
             metadata[_MARK] = name
-            zone = Zone(BACKWARD, name)
-            node.register_prehook(lambda _: self._backward(zone))
+            node.register_prehook(lambda _: self._backward(Zone(BACKWARD, name)))
 
     def _backward(self, zone: Zone) -> None:
         if self._clock.zone.phase != BACKWARD:

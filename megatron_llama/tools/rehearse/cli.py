@@ -31,8 +31,7 @@ def _run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from megatron_llama.tools.rehearse.rehearsal import rehearse  # needs torch
 
     if not arguments.json:
-        head = [*hardware.head(), *layout_lines(plan, hardware.title), *notes]
-        sys.stdout.write("\n".join(head) + "\n")
+        sys.stdout.write("\n".join([*hardware.head(), *layout_lines(plan, hardware.title), *notes]) + "\n")
     status, reports = 0, []
     for rank in ranks:
         rehearsal = rehearse(plan, rank)

@@ -248,7 +248,7 @@ REFUSED: list[tuple[str, str | None]] = [
     *((f"theirs.yaml ~{key}", None) for key in ("model.gone", "gone.key", "model.num_layers.x")),
     ("theirs.yaml model_source=hf model.model_config=/gone/config.json", None),
     *((f"theirs.yaml -o {name}", None) for name in ("theirs.yaml", "theirs.yaml/ours.yaml", "ours.txt")),
-    *(("theirs.toml", text) for text in ("a = ", "model.name = 'deepseek_v3'")),
+    *(("theirs.toml", text) for text in ("a = ", "a = 1", "model.name = 'deepseek_v3'")),
     *((f"gone.{end} -o x.yaml", None) for end in ("yaml", "sh")),
 ]
 """(command line, content of its file); None: NeMo's."""
