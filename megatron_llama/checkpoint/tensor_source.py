@@ -23,6 +23,7 @@ from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices import HOST
 from megatron_llama.system import files
 from megatron_llama.system.object_store import Location
+from megatron_llama.system.wrapping import escape_controls
 
 # dtype names of safetensors
 DTYPES = {
@@ -48,6 +49,9 @@ _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 
 class CorruptFile(Exception):
     """A file is truncated, invalid, modified or unreadable; the message names it."""
+
+    def __str__(self) -> str:
+        return escape_controls(super().__str__())  # it may have names of the file
 
 
 @dataclass(frozen=True)

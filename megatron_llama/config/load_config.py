@@ -332,7 +332,7 @@ def _syntax_problem(text: str) -> Problem:
         instead = f"write $HOME, because the shell keeps this ~: {name}={value.replace('~/', '$HOME/')}"
     elif re.search("^,|,,|,$", value) and getattr(settings_by_name().get(name), "kind", None) in (int, float):
         instead = f"write a value on both sides of each comma: {name}={','.join(filter(None, value.split(',')))}"
-    elif equals and name:
+    elif name and value:
         quoted = {"[]": _quote_list(value[1:-1]), "{}": shlex.quote(re.sub(r"(?<!\\)[()=]", r"\\\g<0>", value))}
         instead = f"quote or escape the value: {name}={quoted.get(value[0] + value[-1]) or quote_value(value)}"
     else:

@@ -146,5 +146,4 @@ class _Shuffles:
 
     def _draw(self, epoch: int) -> np.ndarray:
         # RandomState, because numpy guarantees that its stream does not change.
-        random = np.random.RandomState([self.seed % 2**32, self.seed >> 32, epoch, self.stream])
-        return random.permutation(self.count)
+        return np.random.RandomState([self.seed % 2**32, self.seed >> 32, epoch, self.stream]).permutation(self.count)

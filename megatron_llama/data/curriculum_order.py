@@ -156,8 +156,7 @@ class Graded:
         """
         count = len(firsts)
         ends = np.searchsorted(np.sort(grades), np.arange(count + 1), side="right")
-        by_grade = np.argsort(grades, kind="stable")
-        self.groups = np.split(by_grade, ends[:-1])[:count]
+        self.groups = np.split(np.argsort(grades, kind="stable"), ends[:-1])[:count]
         """Units that each level adds, in their original order."""
         self.num_excluded = len(grades) - int(sum(map(len, self.groups)))
         """Units that no level allows."""

@@ -147,8 +147,7 @@ class SFTDataset:
             sample["num_tokens"] = np.array(position)
         if format:
             numbers = numbers or [-1]  # no example
-            size = len(numbers) * (1 + (format == PAIRS))
-            lengths = np.bincount(answers, loss_mask, size).astype("float32")
+            lengths = np.bincount(answers, loss_mask, len(numbers) * (1 + (format == PAIRS))).astype("float32")
             sample |= {"answers": answers, "numbers": np.array(numbers, dtype="int64"), "lengths": lengths}
         if format == UNPAIRED:
             sample["desirable"] = np.array([mask[0] < LABELLED + REJECTED for _, mask in examples] or [False])

@@ -66,8 +66,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs | None) -> 
 def attend_documents(q: Tensor, k: Tensor, v: Tensor, visible: AttentionInputs, kernel: str) -> Tensor:
     """Return the attention inside documents, by the ``kernel`` of that name in ``KERNELS``."""
     if visible.lengths is None:
-        pattern = [*astuple(visible.pattern)]
-        out, _ = _operator(q, k, v, visible.host_cu_seqlens, visible.cu_seqlens, kernel, pattern)
+        out, _ = _operator(q, k, v, visible.host_cu_seqlens, visible.cu_seqlens, kernel, [*astuple(visible.pattern)])
         return out
     return AttentionOp.apply(q, k, v, _forward, _backward, visible._replace(kernel=kernel))
 

@@ -179,8 +179,7 @@ class OneBitAdam(ShardOptimizer):
                 state, gradient = self.state[weight], weight.grad
                 state["step"] += 1
                 if frozen:  # the mean over ranks of p * gradient is the sum of the gradients
-                    share = gradient * (1 - beta1) * self.exchange.ranks
-                    momenta.append(state["exp_avg"] * beta1 + share)
+                    momenta.append(state["exp_avg"] * beta1 + gradient * (1 - beta1) * self.exchange.ranks)
                 else:
                     with _unless(skip, state["exp_avg"], state["exp_avg_sq"]):
                         state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)

@@ -124,14 +124,10 @@ class MetricsLogger:
         self._rate = StepRate(plan, start_step + 1)
         self._exceeded = False
         self._path = plan.run_dir / METRICS_FILE
-        earlier = read_run_records(self._path) if self._path.exists() else []
         self._file = MetricsFile(self._path, start_step)
+        self._throughput_peak = self._file.throughput_peak
         note_loaded_step(plan.run_dir, start_step)
-        records = [record for record in earlier if record["step"] <= start_step]
-        later = earlier if start_step else []  # a run from the start is a new run of a service
-        repeated = {each["step"]: each["reduced_train_loss"] for each in later if each["step"] > start_step}
-        self._throughput_peak = max((record.get("throughput_peak") or 0.0 for record in records), default=0.0)
-        self._sinks = open_sinks(plan, start_step, metric_names(plan), records, repeated)
+        self._sinks = open_sinks(plan, start_step, metric_names(plan), self._file.repeated)
         self._first_warm_step = start_step + WARM_UP_STEPS + 1
         self._progress = StepPrinter(plan.config.trainer.steps, start_step, plan.config.logging.every_steps)
 
@@ -230,8 +226,7 @@ class MetricsLogger:
             derived["consumed_layer_tokens"] = ltd.layer_tokens(step, BatchSchedule.of(plan.config))
         if tokens != padded:
             derived["padded_tokens_per_second"] = padded / seconds
-        difficulties = difficulties_at(plan.config.data, step)
-        derived |= {f"{CURRICULUM}{name}": value for name, value in difficulties.items()}
+        derived |= {f"{CURRICULUM}{name}": value for name, value in difficulties_at(plan.config.data, step).items()}
         metrics = {**measured, **derived}
         names = [name for name in metric_names(plan) if name in EVERY_STEP or name in metrics]
         return {name: _finite(metrics[name]) for name in names}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_llama.system.errors import MachineError
-from megatron_llama.system.files import is_at, open_regular, read_whole, write_atomically
+from megatron_llama.system.files import atomic_open, is_at, open_regular, read_whole, write_atomically
 
 METRICS_FILE, STARTS_FILE = "metrics.jsonl", "starts.jsonl"
 START, LOADED = "start", "loaded"
@@ -24,19 +25,48 @@ TAIL_BYTES = 1 << 16
 MAX_UNWRITTEN_BYTES = 64 << 20
 """Metrics that wait in memory for space on a full disk."""
 REQUIRED_METRICS = ("step", "consumed_tokens", "reduced_train_loss", "lr", "tokens_per_second", "step_time_s", "mfu")
-"""Metrics that the summary and loss.png need."""
+SHOWN_METRICS = (
+    *(*REQUIRED_METRICS, "val_loss", "kl", "rewards/margins", "peak_memory_bytes", "data_time_s"),
+    *("padded_tokens_per_second", "spike_skipped_steps", "spike_rewinds", "spike_skipped_samples", "failed_saves"),
+)
+"""Metrics that the summary and loss.png show; they need REQUIRED_METRICS."""
 
 
 class MetricsFile:
     """The metrics.jsonl of a run that starts or resumes after ``start_step``."""
 
     def __init__(self, path: Path, start_step: int) -> None:
-        """Truncate the file. If lines are invalid, save a copy of the file and report it on stderr."""
-        if warning := truncate_after(path, start_step):
-            sys.stderr.write(warning + "\n")
+        """Remove the records after ``start_step`` and invalid lines, so that a resumed run logs each step once.
+
+        A copy of a file with invalid lines is saved, and reported on stderr. Raises OSError.
+        """
+        self.throughput_peak = 0.0
+        self.repeated: dict[int, float | None] = {}
+        """Loss of each removed step of a run that resumes. A run from the start is a new run of a service."""
+        if path.exists():
+            self._truncate(path, start_step)
         self._path, self._folder = path, os.stat(path.parent)
         self._file = open(path, "ab", buffering=0)
         self._unwritten = b""
+
+    def _truncate(self, path: Path, step: int) -> None:
+        broken: Broken = []
+        with atomic_open(path) as file:
+            for record, line in stream_records(path, broken):
+                if step and record["step"] <= step:
+                    file.write(line)
+                    if isinstance(peak := record.get("throughput_peak"), (int, float)):
+                        self.throughput_peak = max(self.throughput_peak, peak)
+                elif step and _is_complete(record):
+                    self.repeated[record["step"]] = record["reduced_train_loss"]
+            if broken:
+                number = 1
+                while (copy := path.with_name(f"{path.stem}.broken.{number}{path.suffix}")).exists():
+                    number += 1
+                with open_regular(path) as source, atomic_open(copy) as target:
+                    shutil.copyfileobj(source, target)
+                count = f"removed {len(broken):,} invalid lines, first " if len(broken) > 1 else "removed invalid "
+                sys.stderr.write(f"{path}: {count}{_first(broken)}; copy: {copy}\n")
 
     def close(self) -> None:
         """Close the file; ``append`` has reported write errors."""
@@ -89,19 +119,25 @@ def read_metrics(path: Path, steps: Sequence[str] = ("step",)) -> list[dict[str,
         OSError: The file cannot be read.
         ValueError: A line before the last is not JSON, or has no step.
     """
-    lines, broken = _read(path, steps)
+    broken: Broken = []
+    records = [record for record, _ in stream_records(path, broken, steps)]
     if broken:
         raise ValueError(f"{path}, {_first(broken)}")
-    return [record for record, _ in lines]
+    return records
+
+
+def stream_run_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records with all of ``REQUIRED_METRICS``."""
+    return (record for record, _ in stream_records(path, []) if _is_complete(record))
 
 
 def read_run_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records with all of ``REQUIRED_METRICS``, for the summary and loss.png."""
-    return [
-        record
-        for record, _ in _read(path, REQUIRED_METRICS[:1])[0]
-        if all(type(record.get(name, "")) in (type(None), int, float) for name in REQUIRED_METRICS)
-    ]
+    """Return the ``SHOWN_METRICS`` of the records with all of ``REQUIRED_METRICS``: a long run has many others."""
+    return [{name: record[name] for name in SHOWN_METRICS if name in record} for record in stream_run_records(path)]
+
+
+def _is_complete(record: Mapping[str, Any]) -> bool:
+    return all(type(record.get(name, "")) in (type(None), int, float) for name in REQUIRED_METRICS)
 
 
 def read_last_step(path: Path) -> int | None:
@@ -115,32 +151,11 @@ def read_last_step(path: Path) -> int | None:
     return None
 
 
-def truncate_after(path: Path, step: int) -> str | None:
-    """Remove the records after ``step`` and an incomplete last line, so that a resumed run logs each step once.
-
-    If other lines are invalid, save a copy of the file first and return a warning. Raises OSError.
-    """
-    if not path.exists():
-        return None
-    lines, broken = _read(path)
-    warning = None
-    if broken:
-        number = 1
-        while (copy := path.with_name(f"{path.stem}.broken.{number}{path.suffix}")).exists():
-            number += 1
-        write_atomically(copy, read_whole(path, MAX_BYTES))
-        count = f"removed {len(broken):,} invalid lines, first " if len(broken) > 1 else "removed invalid "
-        warning = f"{path}: {count}{_first(broken)}; copy: {copy}"
-    write_atomically(path, b"".join(line for record, line in lines if step and record["step"] <= step))
-    return warning
-
-
 def _first(broken: Sequence[tuple[int, str]]) -> str:
     number, reason = broken[0]
     return f"line {number:,} ({reason})"
 
 
-Lines = list[tuple[dict[str, Any], bytes]]
 Broken = list[tuple[int, str]]
 """(number, reason) of each invalid line."""
 
@@ -175,12 +190,6 @@ def stream_records(
                 last = [(number, str(error).partition("\n")[0][:200])]
                 continue
             yield record, line
-
-
-def _read(path: Path, steps: Sequence[str] = ("step",)) -> tuple[Lines, Broken]:
-    """Return all that ``stream_records`` yields, and the invalid lines."""
-    broken: Broken = []
-    return list(stream_records(path, broken, steps)), broken
 
 
 def append_start_line(folder: Path, record: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from megatron_llama.parallel.groups import broadcast_from_rank_0, gather_objects
 from megatron_llama.plan import Plan
 from megatron_llama.system.files import read_json, write_atomically
 from megatron_llama.system.ulimits import usable_cores
-from megatron_llama.train.metrics_file import METRICS_FILE, read_run_records
+from megatron_llama.train.metrics_file import METRICS_FILE, stream_run_records
 
 PEAK_FILE = "peak.json"
 
@@ -97,10 +97,10 @@ def _read(run_dir: Path, current: dict[str, Any]) -> Peak | None:
 def _fastest_step(run_dir: Path) -> float:
     """Return the highest FLOP/s per device of the run's steps; 0 without steps."""
     try:
-        records = read_run_records(run_dir / METRICS_FILE)
+        records = stream_run_records(run_dir / METRICS_FILE)
+        return max((float(record.get("tflops_per_device") or 0) * 1e12 for record in records), default=0.0)
     except OSError:
         return 0.0
-    return max((float(record.get("tflops_per_device") or 0) * 1e12 for record in records), default=0.0)
 
 
 def _write(run_dir: Path, current: dict[str, Any], peak: Peak) -> None:

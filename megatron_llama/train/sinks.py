@@ -14,7 +14,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any, cast
 from megatron_llama.plan import Plan
 from megatron_llama.system.errors import reason_of
 from megatron_llama.system.files import DRAFT, write_atomically
+from megatron_llama.train.metrics_file import METRICS_FILE, stream_run_records
 
 CSV_FILE, SAMPLES_FILE = "metrics.csv", "samples.json"
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})  # Prometheus rejects a file with others
@@ -71,21 +72,18 @@ class Sink:
             sys.stderr.write(f"{self.name}: stopped writing: {reason_of(error)}\n")
 
 
-def open_sinks(
-    plan: Plan, start_step: int, columns: Sequence[str], records: Sequence[Metrics], repeated: Losses
-) -> list[Sink]:
+def open_sinks(plan: Plan, start_step: int, columns: Sequence[str], repeated: Losses) -> list[Sink]:
     """Open the outputs of the plan's ``logging`` for a run that starts or resumes after ``start_step``.
 
     Args:
         columns: Names of all metrics.
-        records: Metrics of the steps up to ``start_step``.
         repeated: Losses of the later steps of an earlier start, which the run trains again.
     """
     logging, sinks = plan.config.logging, list[Sink]()
     if logging.tensorboard:
         sinks.append(TensorBoardFile(plan.run_dir / "tensorboard", start_step))
     if logging.csv:
-        sinks.append(CsvFile(plan.run_dir / CSV_FILE, columns, records))
+        sinks.append(CsvFile(plan.run_dir / CSV_FILE, columns, stream_run_records(plan.run_dir / METRICS_FILE)))
     if logging.prometheus is not None:
         sinks.append(PrometheusFile(Path(logging.prometheus), plan.run_dir))
     if logging.wandb != "off":
@@ -100,7 +98,7 @@ def open_sinks(
 class CsvFile(Sink):
     """metrics.csv: one row per step; missing metrics are empty."""
 
-    def __init__(self, path: Path, columns: Sequence[str], records: Sequence[Metrics]) -> None:
+    def __init__(self, path: Path, columns: Sequence[str], records: Iterable[Metrics]) -> None:
         """Rewrite the file with ``records``, the steps before a resume."""
         super().__init__(str(path))
         self._columns = columns

@@ -233,8 +233,7 @@ def _bytes_read(rank: int, plan: Plan) -> tuple[int, int]:
         with resumed(rank, plan) as (model, _, _):
             assert ".safetensors" not in Path("/proc/self/maps").read_text(), "mapped pages count as this rank's memory"
             rectangles = [(shard, rectangle) for shard in model.shards for rectangle in shard.rectangles]
-            held = sum(shard.local[rectangle.local_slices].numel() for shard, rectangle in rectangles)
-            return sum(read), 4 * held
+            return sum(read), 4 * sum(shard.local[rectangle.local_slices].numel() for shard, rectangle in rectangles)
 
 
 def _refused(folder: Path, run_dir: Path, *overrides: str) -> str:

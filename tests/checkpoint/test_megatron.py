@@ -186,5 +186,4 @@ def test_other_settings_are_rejected(trained: tuple[Path, Trained], dataset: Pat
     assert "trainer.seed" in message and "optim.eps" in message
     with raises_with_message(RankFailed, "model.rope_theta.*was trained with 10000"):
         run(1, tmp_path / "run", *resume, "model.rope_theta=20000.0", until=4)
-    allowed = (*resume, "trainer.seed=6", "checkpoint.allow=[data]")
-    assert run(1, tmp_path / "run", *allowed, until=4).started_at == 3
+    assert run(1, tmp_path / "run", *resume, "trainer.seed=6", "checkpoint.allow=[data]", until=4).started_at == 3

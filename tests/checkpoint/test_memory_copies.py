@@ -261,8 +261,7 @@ def test_a_killed_rank_loses_no_step_of_a_copy(tmp_path: Path) -> None:
     job = Job(folder, *settings, EVERY, "trainer.max_restarts=1", work=with_each_step(killed))
     assert job.wait() == 0, job.output
     assert re.search(r"resuming from the copy of step [24] in memory", job.output), job.output
-    whole = Job(tmp_path / "whole", *settings)
-    assert whole.wait() == 0 and losses(folder) == losses(tmp_path / "whole")
+    assert Job(tmp_path / "whole", *settings).wait() == 0 and losses(folder) == losses(tmp_path / "whole")
 
 
 def test_a_copy_that_fails_while_it_is_loaded_is_not_trained_on(nodes: Nodes, tmp_path: Path) -> None:

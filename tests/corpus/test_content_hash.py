@@ -95,8 +95,7 @@ def test_a_cache_that_is_not_safe_is_not_used(tmp_path: Path, harm: str) -> None
         cache.rename(tmp_path / "elsewhere")
         cache.symlink_to(tmp_path / "elsewhere")
     else:
-        text = {"bad digest": json.dumps({**forged, "digest": 5}), "not JSON": "{", "a list": "[]"}[harm]
-        cache.write_text(text)
+        cache.write_text({"bad digest": json.dumps({**forged, "digest": 5}), "not JSON": "{", "a list": "[]"}[harm])
     assert file_hash(path) == digest
 
 

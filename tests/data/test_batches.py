@@ -323,8 +323,7 @@ def _together_and_alone(plan: Plan, model: ParallelModel, kernel: str) -> tuple[
     whole = [dict(stream[number]) for number in range(size)]
     spans = TokenSpans(whole)
     assert len(spans) > 2 * len(whole)
-    alone = batches_on_rank(spans, plan)
-    apart = [batch for first in range(0, len(spans), size) for batch in alone.at(first)]
+    apart = [batch for first in range(0, len(spans), size) for batch in batches_on_rank(spans, plan).at(first)]
     collected = []
     for microbatches in (batches_on_rank(stream, plan).at(0), apart):
         model.zero_grad()

@@ -115,6 +115,5 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tokenizer_by_url(store: Store, tmp_path: Path) -> None:
     store.put("tokenizer/tokenizer.json", b"{}")
     store.put("tokenizer/model.safetensors", b"large")
-    name = f"data.tokenizer={store.url('tokenizer')}"
-    folder = Path(str(load_config(["data=mock", name], CONF).data.tokenizer))
+    folder = Path(str(load_config(["data=mock", f"data.tokenizer={store.url('tokenizer')}"], CONF).data.tokenizer))
     assert [path.name for path in folder.glob("[!.]*")] == ["tokenizer.json"]

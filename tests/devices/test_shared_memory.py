@@ -262,8 +262,7 @@ def join_without_point_to_point(rank: int, folder: str) -> None:
     dist.barrier()  # who leaves while others still connect breaks their connections
     dist.destroy_process_group()
     register("neuron")
-    store = dist.FileStore(f"{folder}/again", world)
-    dist.init_process_group("neuron", store=store, rank=rank, world_size=world)
+    dist.init_process_group("neuron", store=dist.FileStore(f"{folder}/again", world), rank=rank, world_size=world)
 
 
 @each_layout(__file__, names="ranks, settings")

@@ -165,8 +165,7 @@ def _limits() -> Iterator[None]:
 
 def _described(error: BaseException) -> str:
     """Format the traceback with truncated lines, as a case may contain megabytes."""
-    lines = "".join(traceback.format_exception(error)).splitlines()
-    return "\n".join(line[:300] for line in lines[-60:]) + "\n"
+    return "\n".join(line[:300] for line in "".join(traceback.format_exception(error)).splitlines()[-60:]) + "\n"
 
 
 DEEP = "[" * 100_000

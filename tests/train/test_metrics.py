@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from megatron_llama.train import peak_flops as module
 from megatron_llama.train.console import StepPrinter
 from megatron_llama.train.loss_curve import draw_run
 from megatron_llama.train.metrics import EVERY_STEP, SOME_STEPS, MetricsLogger
-from megatron_llama.train.metrics_file import MetricsFile, read_metrics, read_run_records, truncate_after
+from megatron_llama.train.metrics_file import MetricsFile, read_metrics, read_run_records
 from megatron_llama.train.peak_flops import PEAK_FILE, find_peak
 from megatron_llama.train.sinks import tag_of
 from tests.golden import GoldenFiles
@@ -139,7 +140,7 @@ LINES = [f'{{"step": {step}, "lr": 0.{step}}}\n' for step in (1, 2, 3)]
 def test_cut_back(tmp_path: Path, text: str, step: int, left: int) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(text)
-    truncate_after(path, step)
+    MetricsFile(path, step).close()
     assert path.read_text() == "".join(LINES[:left])
     assert list(tmp_path.iterdir()) == [path], "no temporary file is left"
 
@@ -160,6 +161,15 @@ def test_a_broken_line_in_the_middle_does_not_stop_a_run(
     assert "removed 3 invalid lines, first line 2" in warning and str(copy) in warning
     MetricsFile(path, 1).close()
     assert len(list(tmp_path.iterdir())) == 2 and not capsys.readouterr().err, "once"
+
+
+def test_memory_of_a_resumed_run_does_not_grow_with_its_steps(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 20_001)))
+    tracemalloc.start()
+    MetricsFile(path, 19_990).close()
+    assert tracemalloc.get_traced_memory()[1] < path.stat().st_size / 2
+    tracemalloc.stop()
 
 
 def test_others_lines_do_not_spoil_the_end_of_a_run(tmp_path: Path) -> None:

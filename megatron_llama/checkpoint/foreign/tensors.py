@@ -264,8 +264,7 @@ def weight_names(keys: Iterable[str]) -> list[str]:
 
 def _mapped(runs: Sequence[TensorPart], sources: Mapping[str, SourceTensor]) -> MappedTensor:
     ends = [[o + n for o, n in zip(run.offset, run.size, strict=True)] for run in runs]
-    shape = tuple(max(axis) for axis in zip(*ends, strict=True))
-    return MappedTensor(sources[runs[0].key].dtype, shape, runs)
+    return MappedTensor(sources[runs[0].key].dtype, tuple(max(axis) for axis in zip(*ends, strict=True)), runs)
 
 
 def _check_tensors(foreign: Foreign, names: Names) -> list[str]:

@@ -198,8 +198,7 @@ def check_data(config: Config, exists: Exists) -> list[Problem]:
     """Return the problems of missing datasets and tokenizers, which ``data.prepare`` can make."""
     if config.data.mock:
         return []
-    made_here = config.data.prepare is not None
-    return [replace(problem, machine_specific=made_here) for problem in _data(config, exists)]
+    return [replace(problem, machine_specific=config.data.prepare is not None) for problem in _data(config, exists)]
 
 
 def _data(config: Config, exists: Exists) -> Iterator[Problem]:
