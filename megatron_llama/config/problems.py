@@ -29,6 +29,8 @@ MOST_SHOWN = 100
 """Size limit of one value of a file in a message."""
 MOST_CHARACTERS = 2000
 """Size limit of a value, a rule or a suggestion in a message: files from other people can have any length."""
+MOST_ALIKE = 20
+"""Settings in a message that break the same rule, such as the datasets of a blend."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ def format_problems(problems: ConfigError | Sequence[Problem], subject: str = "T
     for instead, reasons in group_by_suggestion(listed).items():
         lines, before = list[str](), list[str]()
         for alike in reasons:
-            settings = [_setting_line(p) for p in alike]
+            settings = [_setting_line(p) for p in alike[:MOST_ALIKE]]
+            settings += [f"  ... and {len(alike) - MOST_ALIKE:,} more"] * (len(alike) > MOST_ALIKE)
             lines += settings if settings != before else []  # one setting may break several rules
             before = settings
             likewise = "; likewise the others" if len(alike) > 1 else ""
@@ -162,7 +165,7 @@ def merge_problems(problems: Iterable[Problem]) -> list[str]:
         reasons, before = list[str](), ""
         for first, *others in alike:
             more = ", ".join(("" if p.field == first.field else f"{p.field}=") + format_value(p.value) for p in others)
-            likewise = f"; likewise {more}" if more else ""
+            likewise = f"; likewise {shorten(more)}" if more else ""
             setting = f"{first.field}={shorten(format_value(first.value))}: "
             reasons.append(f"{'' if setting == before else setting}{shorten(first.rule)}{likewise}")
             before = "" if others else setting
@@ -178,8 +181,11 @@ def group_by_suggestion(problems: Iterable[Problem]) -> dict[str, list[list[Prob
     """
     listed = list(problems)
     groups: dict[str, dict[str, list[Problem]]] = {}
+    suggestions: dict[tuple[str, str], list[str]] = {}
     for problem in listed:
-        same = [p.instead for p in listed if (p.field, p.value) == (problem.field, problem.value)]
+        suggestions.setdefault((problem.field, repr(problem.value)), []).append(problem.instead)
+    for problem in listed:
+        same = suggestions[problem.field, repr(problem.value)]
         within = [instead for instead in same if _alternatives(instead) < _alternatives(problem.instead)]
         instead = min(within, key=lambda text: len(_alternatives(text)), default=problem.instead)
         rule = problem.rule.replace(str(problem.value), "")

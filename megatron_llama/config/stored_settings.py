@@ -145,8 +145,7 @@ def _read_file(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
         text = read_whole(path).decode()
         line = next((line for line in text.splitlines() if line.startswith(_REQUESTED)), f"{_REQUESTED}null")
         requested = json.loads(line.removeprefix(_REQUESTED))
-        values = dict(_flatten(yaml.safe_load(text) or {}, ""))
-        return values, requested if isinstance(requested, dict) else None
+        return dict(_flatten(yaml.safe_load(text) or {}, "")), requested if isinstance(requested, dict) else None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}," if mark else str(path)

@@ -85,8 +85,7 @@ def samples_per_epoch(data: DataConfig, number: int = 0) -> int:
     if not data.pack:
         return len(lengths)
     # An example of n tokens takes n - 1 positions. The check of the data rejects too long ones.
-    positions = np.clip(lengths - 1, 1, data.length)
-    return sum(recipe.count for recipe in pack_lengths(histogram(positions), data.length))
+    return sum(recipe.count for recipe in pack_lengths(histogram(np.clip(lengths - 1, 1, data.length)), data.length))
 
 
 def planned_blends(data: DataConfig) -> list[tuple[int, dict[str, float]]]:

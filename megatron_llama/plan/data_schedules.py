@@ -77,8 +77,7 @@ class BatchSchedule:
         for number, (_, size) in enumerate(self.sizes):
             steps = left
             if number + 1 < len(self.sizes):
-                until = self.sizes[number + 1][0]
-                steps = min(left, max(0, -(-(until - samples) // size)))
+                steps = min(left, max(0, -(-(self.sizes[number + 1][0] - samples) // size)))
             samples, left = samples + steps * size, left - steps
         return samples
 

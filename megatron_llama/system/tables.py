@@ -58,8 +58,7 @@ def wrapped_table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     longest = max((len(word) for row in rows for word in row[-1].split()), default=0)
     is_beside = start + longest <= width
     indent = "" if is_beside else INDENT
-    space = width - start if is_beside else width
-    parts = [wrap_lines(row[-1], indent, width=space) for row in rows]
+    parts = [wrap_lines(row[-1], indent, width=width - start if is_beside else width) for row in rows]
     if not is_beside:
         heads = text_table([row[:-1] for row in rows])
         return [line for head, part in zip(heads, parts, strict=True) for line in (head, *part)]

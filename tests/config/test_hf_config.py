@@ -80,6 +80,8 @@ def test_the_parts_of_a_message_are_cut() -> None:
     problem = Problem("init_from", "v" * 10**6, "r" * 10**6, "i" * 10**6)
     for text in (format_problems([problem]), "\n".join(merge_problems([problem]))):
         assert len(text) < 4 * MOST_CHARACTERS and all(letter * MOST_CHARACTERS in text for letter in "vr")
+    text = format_problems([Problem("data.prefixes", f"set{at}", "is gone", "restore it") for at in range(3000)])
+    assert "set19\n  ... and 2,980 more\n    rule     is gone; likewise the others" in text and "set20" not in text
 
 
 LLAMA = {

@@ -184,8 +184,7 @@ def test_epochs_are_steps(tmp_path: Path) -> None:
     assert packed.config.trainer.steps == 3 * len(items(packed, 0)[0]) // 4 < 33
     assert plan_of([prefix], **{**whole, "data.split": "30,15,0"}).config.trainer.steps == 3 * 30 // 4
     text = data_plan([prefix], **{"trainer.epochs": 2, "data.seq_length": 8, "data.split": "1,0,0"})
-    tokens = sum(len(ids) for ids, _ in some_examples(45))
-    assert text.config.trainer.steps == 2 * ((tokens - 1) // 8) // 8
+    assert text.config.trainer.steps == 2 * ((sum(len(ids) for ids, _ in some_examples(45)) - 1) // 8) // 8
     with pytest.raises(ConfigError, match=r"has\s+no\s+step"):
         plan_of([prefix], **{"trainer.epochs": 1, "trainer.global_batch_size": 46})
 

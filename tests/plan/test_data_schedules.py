@@ -27,8 +27,7 @@ def test_a_schedule_by_hand() -> None:
     resumed = BatchSchedule(((0, 5),), seq_length=4, start=RunPosition(step=3, samples=24, tokens=999))
     assert [resumed.after(step).samples for step in (3, 4, 5)] == [24, 29, 34]
     assert resumed.after(5).tokens == 999 + 10 * 4
-    constant = BatchSchedule.of(Config(data=DataConfig(seq_length=256)))
-    assert constant.after(7) == RunPosition(7, 7 * 8, 7 * 8 * 256)
+    assert BatchSchedule.of(Config(data=DataConfig(seq_length=256))).after(7) == RunPosition(7, 7 * 8, 7 * 8 * 256)
 
 
 def test_any_schedule_equals_a_count_step_by_step() -> None:

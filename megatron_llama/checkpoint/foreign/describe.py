@@ -60,8 +60,7 @@ def describe(folder: Path) -> Description:
 def _ours(result: Description, folder: Path) -> None:
     manifest = read_manifest(folder)
     state, tensors = manifest.state, manifest.stored.tensors
-    weights = {n: t for n, t in tensors.items() if not n.startswith((STATES, "random."))}
-    _weights(result, weights, len(manifest.files))
+    _weights(result, {n: t for n, t in tensors.items() if not n.startswith((STATES, "random."))}, len(manifest.files))
     kinds = sorted({name.split(".")[1] for name in tensors if name.startswith(STATES)})
     result.rows.append(("optimizer", f"{state.optimizer}: {', '.join(kinds)}" if kinds else "no states"))
     result.rows += [("step", f"{state.step:,}"), ("samples", f"{state.consumed_samples:,}")]

@@ -45,8 +45,7 @@ def profiled_steps_are_run(config: Config, world_size: int) -> Iterator[Problem]
         rule = "needs megatron_llama/tools/profile, which is not installed here"
         yield Problem("trainer.profile", profile, rule, "write trainer.profile=null, or install the whole package")
     if profile is not None and profile[1] > steps:
-        first = max(1, steps - 1)
-        advice = f"write trainer.profile=[{first},{steps}]" if steps else "write trainer.profile=null"
+        advice = f"write trainer.profile=[{max(1, steps - 1)},{steps}]" if steps else "write trainer.profile=null"
         yield Problem("trainer.profile", profile, f"must end at or before the last step, trainer.steps={steps}", advice)
 
 
