@@ -56,8 +56,8 @@ def add_reference(plan: Plan, model: ParallelModel, data: Data) -> None:
         if samples.reference is not None and len(samples.reference) == len(samples.examples):
             continue
         if plan.start.step > 0:
-            rule = f"the reference of this run's answers, {path}, is missing or damaged, or init_from has changed"
-            instead = "restore the file, or start a new run (run.dir=FOLDER)"
+            rule = f"lacks the reference of this run's answers, init_from and precision, {path}, or it is damaged"
+            instead = "restore the file or the run's settings, or start a new run (run.dir=FOLDER)"
             raise ConfigError([Problem("data.cache_dir", plan.config.data.cache_dir, rule, instead)])
         samples.reference = None
         phase.enter("computing the reference", phase.PATIENT)
@@ -103,7 +103,7 @@ def _path(plan: Plan, name: str | None) -> Path:
     hashes = content_facts([prefix for prefix, *_ in prefixes])
     parts = [(hashes[prefix], first, last) for prefix, first, last in prefixes]
     precision = (asdict(plan.precision), plan.frozen_dtype, plan.quantized, plan.config.trainer.float8)
-    listed = [*_base(plan), asdict(plan.model), precision, parts]
+    listed = [*_base(plan), asdict(plan.model), precision, parts, *["exact"] * plan.config.trainer.exact]
     if plan.config.finetune.objective == "kto":  # mismatched answers are cut to this length
         listed.append(data.length)
     facts = json.dumps(listed, default=str, sort_keys=True)
