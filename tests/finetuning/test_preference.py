@@ -179,7 +179,7 @@ def test_dpo(ranks: int, layout: list[str], world: World, tmp_path: Path) -> Non
 def test_exact_mode(ranks: int, layout: list[str], world: World, tmp_path: Path) -> None:
     changes = settings(tmp_path / "data", world, "trainer.exact=true", *layout)
     one = [change for change in changes if not change.startswith("trainer.") or change == "trainer.exact=true"]
-    tune(1, tmp_path / "inexact", *one, "trainer.exact=false", steps=0)  # its reference has other bits
+    tune(1, tmp_path / "inexact", *one, "trainer.exact=false", steps=0)  # its reference differs in bits
     expected = tune(1, tmp_path / "one", *one, f"data.cache_dir={tmp_path}", steps=2)
     other = tune(ranks, tmp_path / "other", *changes, steps=2)
     assert (other.losses, other.metrics) == (expected.losses, expected.metrics)
