@@ -162,10 +162,10 @@ def biases_and_window_fit_the_type(config: Config, world_size: int) -> Iterator[
     model, kind = config.model, hf_type(config.model)
     for name, kinds in BIASES.items():
         if getattr(model, name) and kind not in kinds:
-            rule = f"{ARCHITECTURES[kind]} has no such biases; model.model_type {', '.join(kinds)} can have it"
+            rule, other = f"{ARCHITECTURES[kind]} has no such biases", f"model.model_type={' or '.join(kinds)}"
             if kind == MISTRAL:
-                rule = f"conflicts with model.sliding_window: {ARCHITECTURES[kind]} has no biases"
-            yield Problem(f"model.{name}", True, rule, f"write model.{name}=false, or another model.model_type")
+                rule, other = f"conflicts with model.sliding_window: {rule}", "model.sliding_window=null"
+            yield Problem(f"model.{name}", True, rule, f"write model.{name}=false, or {other}")
     if model.sliding_window is not None and kind not in WINDOWS:
         rule = f"{ARCHITECTURES[kind]} has no window"
         yield Problem("model.sliding_window", model.sliding_window, rule, "write model.sliding_window=null")
