@@ -108,8 +108,7 @@ class MegatronConversion(Conversion):
         settings["model.max_position_embeddings"] = get("--seq-length")
         if get("--group-query-attention"):
             self.convert_key("--num-query-groups", "model.num_key_value_heads", get("--num-query-groups", 1))
-        else:
-            self.record("--num-query-groups", Kind.MEANINGLESS, why="off without --group-query-attention")
+        self.record("--num-query-groups", Kind.MEANINGLESS, why="off without --group-query-attention")
         untied = bool(get("--untie-embeddings-and-output-weights"))
         self.convert_key("--untie-embeddings-and-output-weights", "model.tie_word_embeddings", not untied)
         if not get("--disable-bias-linear"):
@@ -172,9 +171,8 @@ class MegatronConversion(Conversion):
         self.schedule = _SCHEDULES.get(style, "cosine")
         if style in _SCHEDULES:
             self.record("--lr-decay-style", Kind.RENAMED, f"optim={self.schedule}")
-        else:
-            rule = "cosine, linear, constant and WSD are supported; cosine is written"
-            self.record("--lr-decay-style", Kind.UNSUPPORTED, why=rule)
+        rule = "cosine, linear, constant and WSD are supported; cosine is written"
+        self.record("--lr-decay-style", Kind.UNSUPPORTED, why=rule)
         if style == "WSD":
             self.record_defaults("exponential", "--lr-wsd-decay-style")
         else:
@@ -200,6 +198,7 @@ class MegatronConversion(Conversion):
         prefixes = self.get(key) or []
         prefixes = [prefixes] if isinstance(prefixes, str) else [_parse(text) for text in prefixes]
         self.dataset(key, prefixes, is_missing=not self.get("--mock-data"))
+        self.settings |= {"data.split": "1,0,0"} if prefixes and key == "--train-data-path" else {}
         if self._tokenizer("SentencePiece", "Llama2") and self.get("--tokenizer-model"):
             self.convert_key("--tokenizer-model", "data.tokenizer", self.get("--tokenizer-model"))
         self.mask_documents("--reset-attention-mask", "--reset-position-ids")
@@ -239,21 +238,22 @@ class MegatronConversion(Conversion):
             self.convert_key("--grad-reduce-in-bf16", "trainer.grad_reduce", "bf16", why)
         if self.get("--fp8-format") and self.get("--fp8-recipe") == "tensorwise":
             self.convert_key("--fp8-format", "trainer.float8", "tensorwise")
-        else:
-            why = "write trainer.float8=tensorwise, whose scales come from the current tensor"
-            self.record("--fp8-format", Kind.UNSUPPORTED, why=why)
+        why = "write trainer.float8=tensorwise, whose scales come from the current tensor"
+        self.record("--fp8-format", Kind.UNSUPPORTED, why=why)
 
     def output(self) -> None:
         """Convert validation, checkpoints and logs."""
         load = self.get("--load")
         if load is not None and load == self.get("--save"):
             self.record("--load", Kind.RENAMED, "checkpoint.resume=auto", "equal to --save")
-        else:
-            why = "not part of a config: write checkpoint.resume=FOLDER, or init_from=FOLDER for its weights"
-            self.record("--load", Kind.UNSUPPORTED, why=why)
-        if not self.get("--eval-interval") or self.get("--eval-iters") == 0:
-            self.settings["trainer.val_every_steps"] = None
-            self.record("--eval-interval --eval-iters", Kind.MEANINGLESS, why="there is no validation without both")
+        why = "not part of a config: write checkpoint.resume=FOLDER, or init_from=FOLDER for its weights"
+        self.record("--load", Kind.UNSUPPORTED, why=why)
+        validation = self.get("--eval-interval", 1000), self.get("--eval-iters", 100)
+        held_out = f"{self.settings.get('data.split') or self.get('--split', '969,30,1')},0".split(",")[1]
+        if not all(validation) or not float(held_out):
+            validation = None, None
+            self.record("--eval-interval --eval-iters", Kind.MEANINGLESS, why="there is no validation")
+        self.settings["trainer.val_every_steps"], self.settings["trainer.val_steps"] = validation
         if self.get("--tensorboard-dir"):
             self.convert_key("--tensorboard-dir", "logging.tensorboard", True, "in the run's folder")
         if self.get("--wandb-project"):
