@@ -198,16 +198,16 @@ def from_hermes(turns: Sequence[Turn]) -> Turns:
     return parsed
 
 
-def called_functions(text: str) -> list[dict[str, Any]]:
-    """Return the calls in a generated answer: JSON objects with a name and arguments (Llama: parameters).
+def called_functions(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the calls of ``tools`` in a generated answer: JSON objects with a name and arguments (Llama: parameters).
 
     Text around the objects, such as the tags of Hermes and Mistral, is ignored.
     """
-    calls, position, decoder = [], 0, json.JSONDecoder()
+    calls, position, decoder, names = [], 0, json.JSONDecoder(), [tool["function"]["name"] for tool in tools]
     while start := re.search(r"[{\[]", text[position:]):
         try:
             value, end = decoder.raw_decode(text, position + start.start())
-            calls += parse_calls(value)
+            calls += [call for call in parse_calls(value) if call["function"]["name"] in names]
             position = end
         except (ValueError, RecordError, RecursionError):
             position += start.end()

@@ -244,9 +244,9 @@ def test_generation_blocks_without_the_answers(source: str, reason: str) -> None
         f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>",
         json.dumps({"name": "weather", "parameters": CALL["arguments"]}),
         f'[TOOL_CALLS] [{{"name": "weather", "arguments": {json.dumps(CALL["arguments"])}, "id": "call00001"}}]',
-        f"Let me {{look}}: [1] {json.dumps(CALL)} and {{",
+        f'Let me {{look}}: [1] {{"name": "Ana"}} {json.dumps(CALL)} and {{',
     ],
 )
 def test_calls_in_an_answer(text: str) -> None:
-    assert [call["function"] for call in called_functions(text)] == [CALL]
-    assert not called_functions("no {call} [here] " + "[" * 100)
+    assert [call["function"] for call in called_functions(text, TOOLS)] == [CALL]
+    assert not called_functions(text, []) and not called_functions("no {call} [here] " + "[" * 100, TOOLS)
