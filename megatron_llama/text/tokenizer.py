@@ -12,6 +12,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -94,7 +95,7 @@ class Tokenizer(TextTokenizer):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a prompt, encoded with the tokenizer's defaults."""
+        """Return the ids of a prompt, encoded with the tokenizer's defaults but without an end."""
 
     @abstractmethod
     def spans(self, text: str, parse_special: bool) -> Spans:
@@ -209,12 +210,14 @@ class HuggingFaceTokenizer(Tokenizer):
         plain = self._run(self._tokenizer, "x", False).ids
         self.adds_bos = len(with_special) > len(plain) and with_special[1 : 1 + len(plain)] == plain
         self.bos = int(with_special[0]) if self.adds_bos else None
+        text = with_special[self.adds_bos :]
+        self._appended = len(text) - len(plain) if text[: len(plain)] == plain else 0  # e.g. the end-of-text id
 
     def encode_text(self, text: str) -> list[int]:
         return self._encode_plainly(text, False).ids
 
     def encode(self, text: str) -> list[int]:
-        return self._run(self._tokenizer, text, True).ids
+        return self._run(self._tokenizer, text, True).ids[: -self._appended or None]
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
@@ -230,8 +233,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return str(self._tokenizer.id_to_token(number))
 
     def missing_ids(self, count: int) -> list[int]:
-        ids = set(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        return [number for number in range(count) if number not in ids]
+        return sorted({*range(count)}.difference(self._tokenizer.get_vocab(with_added_tokens=True).values()))
 
     def _encode_plainly(self, text: str, parse_special: bool) -> Any:
         self._plain.encode_special_tokens = not parse_special
@@ -259,11 +261,9 @@ class HuggingFaceTokenizer(Tokenizer):
         if isinstance(content, str) and self._tokenizer.token_to_id(content) is not None:
             return int(self._tokenizer.token_to_id(content))
         for name in ("generation_config.json", "config.json"):
-            try:
+            with suppress(OSError, ValueError, LookupError, TypeError):
                 end = read_json(folder / name)["eos_token_id"]
                 return int(end[0] if isinstance(end, list) else end)
-            except (OSError, ValueError, LookupError, TypeError):
-                continue
         return None
 
 

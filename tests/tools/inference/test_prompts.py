@@ -48,7 +48,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``plain`` and ``bos``: tokenizers without and with something before every text, one with chatml's tokens too;
+    """``plain`` and ``bos``: tokenizers without and with tokens around every text, one with chatml's tokens too;
     ``pieces.model``."""
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
@@ -58,8 +58,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_tokenizer(root / name, template=True)
     tokenizer = Tokenizer.from_file(str(root / "bos" / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|begin|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"])
-    begin = ("<|begin|>", tokenizer.token_to_id("<|begin|>"))
-    tokenizer.post_processor = TemplateProcessing(single="<|begin|> $A", special_tokens=[begin])
+    added = [(name, tokenizer.token_to_id(name)) for name in ("<|begin|>", "<|endoftext|>")]
+    tokenizer.post_processor = TemplateProcessing(single="<|begin|> $A <|endoftext|>", special_tokens=added)
     tokenizer.save(str(root / "bos" / "tokenizer.json"))
     settings = json.loads((root / "bos" / "tokenizer_config.json").read_text())
     (root / "bos" / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "<|begin|>"}))
@@ -119,7 +119,8 @@ def test_the_manifest_says_whether_bos_comes_first(folders: Path, tmp_path: Path
         prompts = open_prompt_builder(text_of(folders / name), None, trained, "own")
         assert prompts.ids(TALK[:2]) == ids[: mask.index(1)]
         other = open_prompt_builder(text_of(folders / name), "dialogue", trained, "own")  # not what it was trained with
-        begin = text_of(folders / name).encode("x")[0] if name == "bos" else 1
+        begin, *rest = text_of(folders / name).encode("x") if name == "bos" else [1]
+        assert rest == (text_of(folders / name).encode_text("x") if name == "bos" else []), "no end-of-text id"
         assert (other.ids(HELLO)[0] == begin) == (name == "bos")
         assert (ids[0] == begin) == (option == "--add-bos")
 
