@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from megatron_llama.config import ConfigError
 from megatron_llama.launch.job_store import describe_lost_store
 from megatron_llama.system.errors import machine_fault
-from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.wrapping import wrap
 
 CONSEQUENCE_DELAY_SECONDS = 8.0
@@ -29,7 +29,7 @@ class Report:
     """A rank's report of its end."""
 
     code: int
-    """Exit status: 0, or by the error EXIT_USER (ConfigError), EXIT_RESTART, EXIT_INTERRUPTED or EXIT_FAILED."""
+    """Exit status: 0, EXIT_USER (ConfigError), EXIT_RESTART, EXIT_INTERRUPTED, EXIT_PIPE or EXIT_FAILED."""
     text: str = ""
     """Message or traceback."""
     consequence: bool = False
@@ -51,8 +51,8 @@ def describe(error: BaseException) -> Report:
         return Report(EXIT_USER, str(error))
     if isinstance(error, KeyboardInterrupt):
         return Report(EXIT_INTERRUPTED)
-    if isinstance(error, SystemExit) and error.code == EXIT_RESTART:
-        return Report(EXIT_RESTART)
+    if isinstance(error, SystemExit) and error.code in (EXIT_RESTART, EXIT_PIPE):
+        return Report(int(error.code))
     if fault := machine_fault(error):
         return Report(EXIT_FAILED, fault)
     if lost := describe_lost_store(error):

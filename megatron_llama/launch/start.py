@@ -35,7 +35,7 @@ from megatron_llama.launch.supervise import Child, Grace, Signals, report, super
 from megatron_llama.launch.watchdog import Hang, Watchdog, print_report, wait_for_full_report
 from megatron_llama.plan import Plan
 from megatron_llama.system.errors import LaunchFailed, reason_of
-from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.interrupts import signal_name
 from megatron_llama.system.object_store import end_threads
 from megatron_llama.system.phase import FINISHING, Phase, PhaseFile
@@ -384,14 +384,13 @@ def _exit_status(ranks: Sequence[Rank], signals: Signals, share: LocalRanks, pla
         report(f"Stopped by {signal.Signals(number).name}.")
         return 128 + number
     share.reason = f"rank {cause.number} failed: {cause.report.reason}"
-    if cause.report.code == EXIT_USER:
+    if cause.report.code in (EXIT_USER, EXIT_PIPE):
         share.reason = cause.report.reason
         report(cause.report.text)
-        return EXIT_USER
+        return cause.report.code
     if cause.report.consequence and share.ranks < share.job_size:
         time.sleep(CONSEQUENCE_DELAY_SECONDS)  # the cause is on another machine
-    output = cause.output
-    where = f" (output: {output})" if output and output.exists() and output.stat().st_size else ""
+    where = f" (output: {output})" if (output := cause.output) and output.exists() and output.stat().st_size else ""
     text = cause.report.text
     if cause.exit_code == -signal.SIGBUS:
         text += f"\n{_explain_bus_error(plan)}"

@@ -161,5 +161,5 @@ def report(text: str) -> None:
     """Write a final message to stderr, below the progress bar."""
     if sys.stderr.isatty():
         sys.stderr.write("\x1b[?25h\n")  # a killed progress bar leaves the cursor hidden
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(f"{text}\n" if text else "")
     sys.stderr.flush()

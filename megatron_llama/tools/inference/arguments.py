@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 from megatron_llama.config import Config, ConfigError, ModelConfig, Problem
 from megatron_llama.config.settings import DataConfig, DeviceConfig, TrainerConfig
 from megatron_llama.system.errors import MachineError
-from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
+from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_PIPE, EXIT_USER
 from megatron_llama.system.object_store import location
 from megatron_llama.system.programs import name_commands
 from megatron_llama.system.rerun_command import ArgumentParser
@@ -155,8 +155,7 @@ def _run_rank(opened: OpenedModel, task: Task, plan: Plan) -> None:
         raise MachineError(f"damaged: {error}") from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discard the buffered output
-        rule, instead = "the reader closed the pipe", "let the reader read all output, or write to a file"
-        raise ConfigError([Problem("stdout", None, rule, instead)]) from None
+        raise SystemExit(EXIT_PIPE) from None
 
 
 def open_model(arguments: argparse.Namespace, problems: Problems, *, needs_tokenizer: bool) -> OpenedModel | None:

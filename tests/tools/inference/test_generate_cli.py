@@ -156,9 +156,8 @@ def test_a_message_that_is_not_utf8_is_refused_and_the_chat_goes_on(folder: Path
     assert done.out == command(generate, *arguments, stdin="Hello cat\n").out
 
 
-def test_a_reader_that_has_gone_is_one_message(folder: Path) -> None:
-    done = command(generate, folder, *CPU, "--prompt", "the cat", "--max-new-tokens", 8, reader=False)
-    assert done.status == 2 and "the reader closed the pipe" in done.err and "Traceback" not in done.err, done.err
+def test_a_reader_that_has_gone_is_silent(folder: Path) -> None:
+    assert command(generate, folder, *CPU, "--prompt", "the cat", "--max-new-tokens", 8, reader=False) == (141, "", "")
 
 
 # LoRA checkpoints generate like their merged export, in any layout, and only with their base.
