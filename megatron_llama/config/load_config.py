@@ -52,7 +52,7 @@ from megatron_llama.config.settings_table import (
     unknown_setting_problem,
 )
 from megatron_llama.config.stored_settings import has_run, is_decided, is_known, read_settings, settings_of_groups
-from megatron_llama.config.text_checks import check_interpolations, check_kinds, check_texts
+from megatron_llama.config.text_checks import NOT_UTF8, check_interpolations, check_kinds, check_texts
 from megatron_llama.system.files import check_yaml
 
 # Name of the dataclasses in conf/config.yaml; files in conf/ are checked against them.
@@ -320,7 +320,7 @@ def _syntax_problem(text: str) -> Problem:
     rule = "must have the form name=value"
     name, equals, value = text.partition("=")
     if re.search(r"[\ud800-\udfff]", text):  # how Python represents bytes that it cannot decode
-        rule, instead = "has bytes that are not UTF-8", "write it in UTF-8; rename a file or folder with such a name"
+        rule, instead = NOT_UTF8
     elif text.startswith("-"):
         known = name.lstrip("-") in settings_by_name()
         instead = f"write {text.lstrip('-')}" if known and equals else f"write {_EXAMPLE}; --help lists the options"

@@ -42,6 +42,7 @@ _Keys = tuple[str, ...]
 LONGEST_NAME = 255
 """Bytes in a file's name, on every common file system."""
 LONGEST_PATH = 4095
+NOT_UTF8 = "has bytes that are not UTF-8", "write it in UTF-8; rename a file or folder with such a name"
 _NO_PATHS = re.compile(r"logging\.sample_prompts|data\.prepare|launch\.|allow_targets|hook\.|optim\.")
 _LOCAL = re.compile(r"run\.dir|data\.cache_dir|trainer\.compile_cache|checkpoint\.fallback_dir|logging\.prometheus")
 
@@ -68,7 +69,8 @@ def _setting(path: tuple[str | int, ...]) -> str:
 def _problem_of_text(name: str, text: str) -> Problem | None:
     """Return the problem of a text, if any."""
     if control := CONTROL.search(text):
-        return Problem(name, text, f"contains the control character {control.group()!r}", "remove the character")
+        rule = f"contains the control character {control.group()!r}", "remove the character"
+        return Problem(name, text, *(NOT_UTF8 if control.group() >= "\ud800" else rule))
     if _NO_PATHS.match(name):
         return None
     if text.startswith("~/") and name not in ("trainer.compile_cache", "data.cache_dir"):  # which expand it
@@ -76,8 +78,7 @@ def _problem_of_text(name: str, text: str) -> Problem | None:
     if _LOCAL.fullmatch(name) and is_url(text):
         both = f", and checkpoint.dir={text}" * (name == "run.dir")
         return Problem(name, text, "must be a local path", f"write a local path{both}")
-    longest = max(len(part.encode()) for part in text.split("/"))
-    if longest <= LONGEST_NAME and len(text.encode()) <= LONGEST_PATH:
+    if max(map(len, text.encode().split(b"/"))) <= LONGEST_NAME and len(text.encode()) <= LONGEST_PATH:
         return None
     most = f"a file's name has at most {LONGEST_NAME} bytes, and a path {LONGEST_PATH:,}"
     return Problem(name, f"{text[:40]} ...", f"is longer than a path can be: {most}", "write a shorter one")

@@ -32,6 +32,7 @@ REFUSED = {
     "a section by reference": "hook: '${run}'",
     "another class": "optim: {schedule: {_target_: mine.Schedule}}",
     "control character": r'model: {name: "a\e[2Jb"}',
+    "not UTF-8": r'run: {dir: "a\udce4b"}',
     "reversal": r'run: {dir: "a\u202eb"}',
     "zero byte": r'run: {dir: "a\0b"}',
     "carriage return": r'data: {mock: false, prefixes: [1, "a\rb"]}',
