@@ -141,7 +141,7 @@ def log_end(folder: Path, status: int, reason: str = "", *, is_last: bool = Fals
     line = {"event": "end", "time": round(time.time(), 3), "step": step, "status": status}
     reason = shorten(" ".join((reason or REASONS.get(status, f"failed with status {status}")).split()), MOST_REASON)
     with suppress(OSError):
-        append_start_line(folder, {**line, "reason": reason})
+        append_start_line(folder.resolve(strict=True), {**line, "reason": reason})  # a renamed folder is not created
     if is_last or status != EXIT_FAILED or _read_restarts()[1] == 0:
         event_hook.send("stop" if status == EXIT_RESTART else "end", step=step, status=status, reason=reason)
 
