@@ -37,18 +37,7 @@ BUCKETS = itertools.count()
 """Numbers of the buckets of tests."""
 # Folders with long files, because their tests start ranks or commands. `make test` gives files to three workers
 # in this order, so that no worker begins a long file when the others are idle.
-LONG_FOLDERS = (
-    "checkpoint",
-    "launch",
-    "layouts",
-    "finetuning",
-    "tools",
-    "data_prep",
-    "optim",
-    "model",
-    "devices",
-    "parallel",
-)
+LONG_FOLDERS = "checkpoint launch layouts finetuning tools data_prep optim model devices parallel".split()
 
 
 @pytest.fixture(autouse=True, scope="session")

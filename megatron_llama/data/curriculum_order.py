@@ -119,8 +119,7 @@ class GroupSchedule:
                     self._levels.pop()
             groups = np.array([number for number, size in enumerate(sizes[: level + 1]) if size])
             # A group behind its share is drawn sooner, so that many short levels keep the proportions.
-            behind = (due - drawn)[groups]
-            phases = np.maximum(0.0, offsets[groups] - behind)
+            phases = np.maximum(0.0, offsets[groups] - (due - drawn)[groups])
             blend = Blend([float(sizes[number]) for number in groups], phases.tolist())
             self._levels.append(_LevelDraws(first, groups, drawn, blend))
 

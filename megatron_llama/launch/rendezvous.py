@@ -133,8 +133,7 @@ class Rendezvous:
         if context.rank > 0 and not context.has_store:
             wait_until_reachable(context, limit_seconds)
         try:
-            job = f"{context.job}/{context.launcher}"
-            self._store = JobStore(connect, job, secret, _CONNECT_LIMIT_SECONDS)
+            self._store = JobStore(connect, f"{context.job}/{context.launcher}", secret, _CONNECT_LIMIT_SECONDS)
         except StoreLost as error:
             raise LaunchFailed(
                 f"port {context.master_port} of {context.master_addr} does not belong to process 0 of this job "

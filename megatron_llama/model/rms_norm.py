@@ -125,5 +125,4 @@ def norm_gradients(
         by_token = grad * quotient.type_as(x)
         grad_weight = by_token.flatten(0, -2).sum(0, dtype=torch.float32).type_as(weight)
     scaled = (grad * weight).float()
-    along = mean_over_ranks(scaled * quotient, group)
-    return (inverse * (scaled - quotient * along)).type_as(x), grad_weight
+    return (inverse * (scaled - quotient * mean_over_ranks(scaled * quotient, group))).type_as(x), grad_weight

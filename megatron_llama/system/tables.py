@@ -55,8 +55,7 @@ def wrapped_table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     If a word of the last column does not fit after the other columns, the last column is on separate lines.
     """
     start = sum(max(len(row[column]) for row in rows) + 2 for column in range(len(rows[0]) - 1))
-    longest = max((len(word) for row in rows for word in row[-1].split()), default=0)
-    is_beside = start + longest <= width
+    is_beside = start + max((len(word) for row in rows for word in row[-1].split()), default=0) <= width
     indent = "" if is_beside else INDENT
     parts = [wrap_lines(row[-1], indent, width=width - start if is_beside else width) for row in rows]
     if not is_beside:

@@ -59,8 +59,7 @@ def wrap(text: str, start: str = "") -> str:
     wrapped = []
     for line in (start + text).split("\n"):
         indent = line[: len(line) - len(line.lstrip(" "))]
-        is_long = len(line) > WIDTH
-        wrapped += wrap_lines(line.lstrip(" "), indent, indent + INDENT) if is_long else [line]
+        wrapped += wrap_lines(line.lstrip(" "), indent, indent + INDENT) if len(line) > WIDTH else [line]
     return "\n".join(wrapped)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from megatron_llama.config.stored_settings import checkpoint_folder
 from megatron_llama.devices import Peak, get_device
 from megatron_llama.plan import Plan
 from megatron_llama.system.object_store import RemotePath
-from megatron_llama.system.progress import duration
+from megatron_llama.system.progress import LOG_SECONDS, duration
 from megatron_llama.system.tables import open_console
 from megatron_llama.system.wrapping import WIDTH, escape_controls
 
@@ -38,7 +39,7 @@ class StepPrinter:
         self._console = console or open_console()
         self._bar: Bar | None = None
         self._bar_width = BAR_WIDTH if steps < LONG_RUN else BAR_WIDTH // 2
-        self._task = TaskID(0)
+        self._task, self._validation_start, self._validation_shown = TaskID(0), 0.0, 0.0
         if self._console.is_terminal:
             columns = (
                 SpinnerColumn(finished_text="[green]✓"),
@@ -82,6 +83,19 @@ class StepPrinter:
         self._bar.update(self._task, completed=step)
         if shown:
             self._bar.update(self._task, text=self._bar_text(metrics, left, step))
+
+    def validation(self, done: int, total: int) -> None:
+        """Show the validated batches in the bar, or without a terminal in a line every LOG_SECONDS."""
+        now = time.monotonic()
+        if not done:
+            self._validation_start = self._validation_shown = now
+        left = duration((now - self._validation_start) / max(1, done) * (total - done))
+        text = f"validation {done:,}/{total:,} batches" + (f"  {left} left" if done else "") if done < total else ""
+        if self._bar is not None:
+            self._bar.update(self._task, text=text)
+        elif text and now - self._validation_shown >= LOG_SECONDS:
+            self._validation_shown = now
+            self.print_lines([text])
 
     def _bar_text(self, metrics: Mapping[str, Value], left: float | None, step: int) -> str:
         """Format a step next to the bar, in WIDTH columns with it: long runs show no MFU, which is in the logs."""

@@ -35,6 +35,9 @@ from megatron_llama.train.step_checks import LabelCheck, StepGuard, check_every_
 from megatron_llama.train.stop_signals import RunStopped, StopSignals, report_finished
 from megatron_llama.train.stragglers import StragglerWatch
 
+Logger = MetricsLogger | None
+"""Only on the rank that logs."""
+
 
 def train(
     plan: Plan, topology: Topology, device: Device, model: ParallelModel, optimizer: Optimizer, data: Data,
@@ -85,7 +88,7 @@ def train(
             stragglers.after_step(step, metrics, logger)
             consumed_tokens += int(metrics["tokens"])
             metrics |= {"consumed_tokens": consumed_tokens, "peak_memory_bytes": device.peak_memory_bytes()}
-            metrics |= measure_after_step(step, plan, model, data.validation, patience) | checkpointer.saver.metrics()
+            metrics |= measure_after_step(step, plan, model, data, patience, logger) | checkpointer.saver.metrics()
             if logger is not None:
                 logger.log_step(metrics)
             if step == first + WARM_UP_BATCHES - 1:
@@ -129,18 +132,16 @@ def export(plan: Plan, topology: Topology, checkpointer: Checkpointer) -> None:
 
 
 def measure_after_step(
-    step: int, plan: Plan, model: ParallelModel, validation: Mapping[str, Batches], patience: float
+    step: int, plan: Plan, model: ParallelModel, data: Data, patience: float, logger: Logger
 ) -> dict[str, float]:
     """Return the parameter norm, if it is logged, and the result of a validation that is due."""
-    metrics = validate_if_due(step, plan, model, validation, patience)
+    metrics = validate_if_due(step, plan, model, data.validation, patience, logger)
     if plan.config.logging.parameter_norm:
         metrics["parameter_norm"] = parameter_norm(model.shards, model.device, exact=plan.config.trainer.exact).item()
     return metrics
 
 
-def finish(
-    step: int, plan: Plan, model: ParallelModel, checkpointer: Checkpointer, logger: MetricsLogger | None
-) -> None:
+def finish(step: int, plan: Plan, model: ParallelModel, checkpointer: Checkpointer, logger: Logger) -> None:
     """Save the last step, compare copies, generate samples and log the summary. A collective."""
     checkpointer.finish(step)
     phase.enter("the last checks and samples", phase.PATIENT)
@@ -203,32 +204,30 @@ def read_scalars(floats: Sequence[torch.Tensor], integers: Sequence[torch.Tensor
 
 
 def validate_if_due(
-    step: int, plan: Plan, model: ParallelModel, sets: Mapping[str, Batches], patience: float
+    step: int, plan: Plan, model: ParallelModel, sets: Mapping[str, Batches], patience: float, logger: Logger
 ) -> dict[str, float]:
     """Return the metrics of ``validate`` every ``trainer.val_every_steps`` steps; otherwise no metrics."""
     every = plan.config.trainer.val_every_steps
     if not sets or not every or step % every:
         return {}
     phase.enter(f"validation after step {step}", patience)
-    return validate(plan, model, sets)
+    return validate(plan, model, sets, logger)
 
 
-def validate_at_start(
-    plan: Plan, model: ParallelModel, sets: Mapping[str, Batches], logger: MetricsLogger | None
-) -> None:
+def validate_at_start(plan: Plan, model: ParallelModel, sets: Mapping[str, Batches], logger: Logger) -> None:
     """Validate before step 1 and log the metrics as step 0. A collective."""
-    metrics = validate_if_due(0, plan, model, sets, phase.PATIENT)
+    metrics = validate_if_due(0, plan, model, sets, phase.PATIENT, logger)
     if logger is not None and metrics:
         logger.log_validation(metrics)
 
 
-def validate(plan: Plan, model: ParallelModel, sets: Mapping[str, Batches]) -> dict[str, float]:
+def validate(plan: Plan, model: ParallelModel, sets: Mapping[str, Batches], logger: Logger = None) -> dict[str, float]:
     """Return val_loss and val_token_accuracy: the unweighted means over sets, and NAME/SET of each named set.
 
     Raises:
         ConfigError: No token of a set has loss. On all ranks.
     """
-    results = {name: validate_set(plan, model, batches) for name, batches in sets.items()}
+    results = {name: validate_set(plan, model, batches, logger) for name, batches in sets.items()}
     listed = {name: [each[name] for each in results.values() if name in each] for name in validation_metrics(plan)}
     metrics = {name: math.fsum(values) / len(values) for name, values in listed.items() if values}
     for name in filter(None, results):
@@ -236,7 +235,7 @@ def validate(plan: Plan, model: ParallelModel, sets: Mapping[str, Batches]) -> d
     return metrics
 
 
-def validate_set(plan: Plan, model: ParallelModel, batches: Batches) -> dict[str, float]:
+def validate_set(plan: Plan, model: ParallelModel, batches: Batches, logger: Logger) -> dict[str, float]:
     """Return val_loss and val_token_accuracy over the first ``val_steps`` batches of a set, or over the whole set.
 
     val_loss is the mean loss per token with loss; val_token_accuracy is the share of these tokens whose label has the
@@ -256,10 +255,14 @@ def validate_set(plan: Plan, model: ParallelModel, batches: Batches) -> dict[str
     with Prefetcher(batches, end) as ahead:
         for position in range(0, end, size):
             phase.advance(f"sequence {position} of {end}")
+            if logger is not None:
+                logger.progress.validation(position // size, end // size)
             microbatches = ahead.at(position)
             batch = model.count(microbatches)
             counts.append(batch.with_loss)
             results.append(model.evaluate(microbatches, batch))
+    if logger is not None:
+        logger.progress.validation(end // size, end // size)
     weights = torch.stack(counts).cpu().double()
     if not weights.sum():
         rule = f"no token of the {end:,} validation samples has loss, so the validation loss is undefined"

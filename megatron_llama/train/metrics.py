@@ -24,24 +24,9 @@ from megatron_llama.train.waits import WAIT_METRICS
 
 # Order of the keys in a line of metrics.jsonl. Optional keys come last.
 EVERY_STEP = (
-    "step",
-    "consumed_samples",
-    "consumed_tokens",
-    "global_batch_size",
-    "reduced_train_loss",
-    "lr",
-    "gradient_norm",
-    "throughput",
-    "tokens_per_second",
-    "tflops_per_device",
-    "mfu",
-    "mfu_full",
-    "step_time_s",
-    "data_time_s",
-    "peak_memory_bytes",
-    "global_step",
-    "train_step_timing",
-    "throughput_peak",
+    *("step", "consumed_samples", "consumed_tokens", "global_batch_size", "reduced_train_loss", "lr", "gradient_norm"),
+    *("throughput", "tokens_per_second", "tflops_per_device", "mfu", "mfu_full", "step_time_s", "data_time_s"),
+    *("peak_memory_bytes", "global_step", "train_step_timing", "throughput_peak"),
 )
 VALIDATION_METRICS = ("val_loss", "val_token_accuracy")
 SOME_STEPS = (
@@ -129,14 +114,14 @@ class MetricsLogger:
         note_loaded_step(plan.run_dir, start_step)
         self._sinks = open_sinks(plan, start_step, metric_names(plan), self._file.repeated)
         self._first_warm_step = start_step + WARM_UP_STEPS + 1
-        self._progress = StepPrinter(plan.config.trainer.steps, start_step, plan.config.logging.every_steps)
+        self.progress = StepPrinter(plan.config.trainer.steps, start_step, plan.config.logging.every_steps)
 
     def __enter__(self) -> MetricsLogger:
-        self._progress.start()
+        self.progress.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
+        self.progress.stop()
         if not self._finished:
             with suppress(Exception):  # the picture must not hide the cause of the end
                 draw_run(self.plan)
@@ -148,14 +133,14 @@ class MetricsLogger:
         """Derive speed and MFU from a step's measurements, and write all metrics."""
         metrics = self._with_derived(measured)
         self._write(metrics)
-        self._progress.step(metrics, self._rate.seconds_per_step(metrics))
+        self.progress.step(metrics, self._rate.seconds_per_step(metrics))
         self._check_peak(metrics)
 
     def log_validation(self, measured: Mapping[str, Value]) -> None:
         """Write the metrics of a validation before the first step, as step 0."""
         values = {name: _finite(value) for name, value in measured.items()}
         self._write({"step": 0, "consumed_samples": 0, "consumed_tokens": 0, **values})
-        self._progress.print_lines([f"before step 1: {format_losses(values)}"])
+        self.progress.print_lines([f"before step 1: {format_losses(values)}"])
 
     def _write(self, metrics: Mapping[str, Value]) -> None:
         self._file.append(metrics)
@@ -166,12 +151,12 @@ class MetricsLogger:
         """Print lines above the progress bar, unless equal to the last printed lines."""
         if lines != self._last_lines:
             self._last_lines = lines
-            self._progress.print_lines(lines)
+            self.progress.print_lines(lines)
 
     def finish(self, samples: Sequence[str] = ()) -> None:
         """Draw the loss curve, write the samples and print the summary of the run."""
         self._finished = True
-        self._progress.stop()
+        self.progress.stop()
         if samples:
             write_samples(self.plan, samples)
         picture = None
@@ -180,7 +165,7 @@ class MetricsLogger:
         except Exception as error:  # the run is saved; a picture must not change its status
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             self.print_lines((f"WARNING: {PICTURE_FILE} was not written: {reason}.",))
-        self._progress.summary(self.plan, self.peak, read_run_records(self._path), samples, picture)
+        self.progress.summary(self.plan, self.peak, read_run_records(self._path), samples, picture)
 
     def _check_peak(self, metrics: Mapping[str, Value]) -> None:
         """Report once that a step was faster than the peak, which is then too low."""
@@ -188,7 +173,7 @@ class MetricsLogger:
             self._exceeded = True
             peak = f"{self.peak.flops / 1e9:,.0f} GFLOP/s ({self.peak.source})"
             advice = "MFU values are unreliable; device.peak_tflops=N sets the peak."
-            self._progress.print_lines((f"MFU above 100 %: the peak is too low: {peak}.", advice))
+            self.progress.print_lines((f"MFU above 100 %: the peak is too low: {peak}.", advice))
 
     def _with_derived(self, measured: Mapping[str, Value]) -> dict[str, Value]:
         """Return all metrics of a step, in order."""

@@ -14,6 +14,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_llama.devices import Device, Peak, device_named, processor
 from megatron_llama.parallel.compiling import WARM_UP_BATCHES
 from megatron_llama.system.errors import MachineError
+from megatron_llama.train import console
 from megatron_llama.train import peak_flops as module
 from megatron_llama.train.console import StepPrinter
 from megatron_llama.train.loss_curve import draw_run
@@ -297,13 +299,18 @@ def test_no_size_of_a_terminal_hides_the_lines(
     assert capsys.readouterr().out.startswith("step 1/12  loss ")
 
 
-def test_lines_of_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A step is a line, however narrow the console is. Steps that may compile are not in the time left."""
     page = f"every 5 steps\n{shown(terminal=False, every=5)}"
     file = io.StringIO()
     progress = StepPrinter(500_000, 0, 1, Console(file=file, force_terminal=False, width=40))
     progress.step(measured(400_000, tokens_per_second=1_234_567.0, mfu=0.345, val_loss=2.5), seconds_per_step=9.0)
     progress.step(measured(400_001, tokens_per_second=9.0, mfu=None, **{"rewards/margins": 0.25}), seconds_per_step=9.0)
+    with monkeypatch.context() as patch:
+        clock = iter((0, 20, 40, 60, 80))
+        patch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+        for done in (0, 2, 4, 6, 8):
+            progress.validation(done, 8)
     page += f"a narrow console\n{file.getvalue()}"
     for name, slow, setting in (
         ("resumed", 5, "trainer.zero=1"),

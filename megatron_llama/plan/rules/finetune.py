@@ -234,6 +234,5 @@ def _whole_blocks(
     if matrices_cut := cut(tp):
         width = matrices_cut[0].shape[1]
         rule = f"{needs}; {module(matrices_cut[0])} has rows of {width}, {width // tp} of them on a rank"
-        whole = [size for size in layout_tp(config, world_size) if not cut(size)]
-        advice = nearest_legal("trainer.tp", tp, whole)
+        advice = nearest_legal("trainer.tp", tp, [size for size in layout_tp(config, world_size) if not cut(size)])
         yield Problem("trainer.tp", tp, rule, f"{advice}, or {instead}" if advice else f"write {instead}")
