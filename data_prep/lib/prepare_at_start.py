@@ -22,7 +22,7 @@ from megatron_llama.config import Config, ConfigError, Problem, data_settings
 from megatron_llama.config.data_settings import PREFERENCE_FORMATS, NewTokens, has_columns
 from megatron_llama.config.hub import short_name
 from megatron_llama.config.settings import DataConfig
-from megatron_llama.system.errors import LaunchFailed, MachineError, Stopped, UserError
+from megatron_llama.system.errors import LaunchFailed, MachineError, Stopped, UserError, reason_of
 from megatron_llama.system.files import sha256_file, try_lock, user_cache, wait_for_lock
 from megatron_llama.system.wrapping import wrap
 from megatron_llama.text.conversation import variables_problems
@@ -207,7 +207,7 @@ def _prepare_once(records: RecordFile, data: DataConfig, quiet: bool) -> None:
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
-        raise LaunchFailed(f"cannot prepare {records.path} in {cache}: {error.strerror or error}") from error
+        raise LaunchFailed(f"cannot prepare {records.path} in {cache} (data.cache_dir): {reason_of(error)}") from error
 
 
 def _check(records: RecordFile, data: DataConfig) -> list[Problem]:
