@@ -200,7 +200,7 @@ RISING_SAMPLES = Limit(
     "[[100000,16],[300000,32]]",
 )
 
-PROM_FILE = Limit(lambda path: path.endswith(".prom"), "must be .prom: node exporter reads no other", "train.prom")
+PROM_FILE = Limit(lambda p: p.endswith(".prom"), "must be a .prom file: node exporter reads no other", "train.prom")
 
 
 def not_blank(rule: str, example: str) -> Limit:

@@ -89,8 +89,8 @@ class StepPrinter:
         now = time.monotonic()
         if not done:
             self._validation_start = self._validation_shown = now
-        left = duration((now - self._validation_start) / max(1, done) * (total - done))
-        text = f"validation {done:,}/{total:,} batches" + (f"  {left} left" if done else "") if done < total else ""
+        left = duration((now - self._validation_start) / done * (total - done)) if done else "?"
+        text = f"validation {done:,}/{total:,} batches  {left} left" if done < total else ""
         if self._bar is not None:
             self._bar.update(self._task, text=text)
         elif text and now - self._validation_shown >= LOG_SECONDS:

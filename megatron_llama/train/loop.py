@@ -36,7 +36,7 @@ from megatron_llama.train.stop_signals import RunStopped, StopSignals, report_fi
 from megatron_llama.train.stragglers import StragglerWatch
 
 Logger = MetricsLogger | None
-"""Only on the rank that logs."""
+"""None except on the rank that logs."""
 
 
 def train(
@@ -252,17 +252,16 @@ def validate_set(plan: Plan, model: ParallelModel, batches: Batches, logger: Log
     if batches.samples.once:
         end = min(end, size * whole)
     results, counts = [], []
+    show = logger.progress.validation if logger is not None else lambda done, total: None
     with Prefetcher(batches, end) as ahead:
         for position in range(0, end, size):
             phase.advance(f"sequence {position} of {end}")
-            if logger is not None:
-                logger.progress.validation(position // size, end // size)
+            show(position // size, end // size)
             microbatches = ahead.at(position)
             batch = model.count(microbatches)
             counts.append(batch.with_loss)
             results.append(model.evaluate(microbatches, batch))
-    if logger is not None:
-        logger.progress.validation(end // size, end // size)
+    show(end // size, end // size)
     weights = torch.stack(counts).cpu().double()
     if not weights.sum():
         rule = f"no token of the {end:,} validation samples has loss, so the validation loss is undefined"

@@ -56,7 +56,7 @@ def add_reference(plan: Plan, model: ParallelModel, data: Data) -> None:
         if samples.reference is not None and len(samples.reference) == len(samples.examples):
             continue
         if plan.start.step > 0:
-            rule = f"lacks the reference of this run's answers, init_from and precision, {path}, or it is damaged"
+            rule = f"has no intact {path}, the reference of this run's answers, init_from and precision"
             instead = "restore the file or the run's settings, or start a new run (run.dir=FOLDER)"
             raise ConfigError([Problem("data.cache_dir", plan.config.data.cache_dir, rule, instead)])
         samples.reference = None
