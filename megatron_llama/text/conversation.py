@@ -198,10 +198,10 @@ def from_hermes(turns: Sequence[Turn]) -> Turns:
     return parsed
 
 
-def called_functions(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the calls of ``tools`` in a generated answer: JSON objects with a name and arguments (Llama: parameters).
+def called_functions(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """Return the text and the calls of ``tools`` in a generated answer.
 
-    Text around the objects, such as the tags of Hermes and Mistral, is ignored.
+    A call is a JSON object with a name and arguments (Llama: parameters). Only Hermes's format has text with calls.
     """
     calls, position, decoder, names = [], 0, json.JSONDecoder(), [tool["function"]["name"] for tool in tools]
     while start := re.search(r"[{\[]", text[position:]):
@@ -211,7 +211,7 @@ def called_functions(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict
             position = end
         except (ValueError, RecordError, RecursionError):
             position += start.end()
-    return calls
+    return (_HERMES_CALL.sub("", text).strip() if _HERMES_CALL.search(text) else "") if calls else text, calls
 
 
 def _from_json(value: Any, where: str) -> Any:

@@ -25,7 +25,6 @@ from tests.checkpoint.runner import QUIET
 from tests.finetuning import runner
 from tests.finetuning.runner import (
     BY_ROWS,
-    EPS,
     GROWN,
     IN_FULL,
     LORA,
@@ -68,7 +67,7 @@ def bases(world: World, tmp_path_factory: pytest.TempPathFactory) -> Bases:
 @pytest.fixture(scope="module")
 def theirs(bases: Bases, tied: bool) -> Tuned:
     """Full fine-tuning of the grown model by transformers."""
-    plan = make_plan(1, bases[tied][1] / "run", f"model.vocab_size={ROWS}", EPS, *([TIED] if tied else []))
+    plan = make_plan(1, bases[tied][1] / "run", f"model.vocab_size={ROWS}", *([TIED] if tied else []))
     return run_ranks(runner.run_full, 1, plan, bases[tied][1], 3)[0]
 
 

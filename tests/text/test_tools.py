@@ -239,14 +239,15 @@ def test_generation_blocks_without_the_answers(source: str, reason: str) -> None
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("answer", "rest"),
     [
-        f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>",
-        json.dumps({"name": "weather", "parameters": CALL["arguments"]}),
-        f'[TOOL_CALLS] [{{"name": "weather", "arguments": {json.dumps(CALL["arguments"])}, "id": "call00001"}}]',
-        f'Let me {{look}}: [1] {{"name": "Ana"}} {json.dumps(CALL)} and {{',
+        (f"Let me look.\n<tool_call>\n{json.dumps(CALL)}\n</tool_call>", "Let me look."),
+        (json.dumps({"name": "weather", "parameters": CALL["arguments"]}), ""),
+        (f'[TOOL_CALLS] [{{"name": "weather", "arguments": {json.dumps(CALL["arguments"])}, "id": "call00001"}}]', ""),
+        (f'Let me {{look}}: [1] {{"name": "Ana"}} {json.dumps(CALL)} and {{', ""),
     ],
 )
-def test_calls_in_an_answer(text: str) -> None:
-    assert [call["function"] for call in called_functions(text, TOOLS)] == [CALL]
-    assert not called_functions(text, []) and not called_functions("no {call} [here] " + "[" * 100, TOOLS)
+def test_calls_in_an_answer(answer: str, rest: str) -> None:
+    text, (call,) = called_functions(answer, TOOLS)
+    assert (text, call["function"]) == (rest, CALL)
+    assert [called_functions(*case)[0] for case in ((answer, []), ("[{" * 99, TOOLS))] == [answer, "[{" * 99]

@@ -55,10 +55,10 @@ class ChatSession:
             printer = Printer(out, self.stop, [""], [[]]) if is_first else None
             complete = self.stop.is_complete
             answer = self.generator.generate([ids], self.sampling, self.max_new_tokens, printer, complete)[0]
-            text, _ = self.stop.cut(self.prompts.parse_answer(answer.ids))
-            calls = called_functions(text, self.prompts.context.tools)
+            answered, _ = self.stop.cut(self.prompts.parse_answer(answer.ids))
+            text, calls = called_functions(answered, self.prompts.context.tools)
             calls = [{**call, "id": f"call{number:05}"} for number, call in enumerate(calls)]  # Mistral: 9 characters
-            self._history.append(Turn("assistant", "" if calls else text, extra={"tool_calls": calls} if calls else {}))
+            self._history.append(Turn("assistant", text, extra={"tool_calls": calls} if calls else {}))
             for call in calls if is_first else ():
                 function = call["function"]
                 arguments = json.dumps(function["arguments"], ensure_ascii=False)
