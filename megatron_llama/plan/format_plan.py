@@ -241,12 +241,12 @@ def _work(plan: Plan, heaviest: Footprint) -> Iterator[str]:
         yield _line("exact", f"{blocks} blocks per matrix · sums of gradients and their messages in int64")
     betas = f" · betas {optim.betas[0]:g}, {optim.betas[1]:g}" if optim.row.betas == 2 else ""
     clip = f" · clip {optim.clip:g}" if optim.clip is not None else ""
-    rates = f"lr {optim.lr:g} to {optim.min_lr:g}"
+    schedule = str(optim.schedule.get("_target_", "")).removeprefix("megatron_llama.optim.schedules.")
+    rates = f"lr {optim.lr:g}" if schedule == "Constant" else f"lr {optim.lr:g} to {optim.min_lr:g}"
     yield _line("optimizer", f"{optim.name} · {rates}{betas} · weight decay {optim.weight_decay:g}{clip}")
     if optim.state_bits:
         share = state_bytes_8bit(STATE_BLOCK) / STATE_BLOCK
         yield _line("", f"states of matrices in {optim.state_bits} bits: {share:g} bytes per value")
-    schedule = str(optim.schedule.get("_target_", "")).removeprefix("megatron_llama.optim.schedules.")
     warmup = f"{optim.warmup_steps} warm-up {plural(optim.warmup_steps or 0, 'step')}"
     end = f" · {optim.constant_steps} at the end" if optim.constant_steps else ""
     yield _line("schedule", f"{schedule} · {warmup}{end}")

@@ -94,7 +94,7 @@ def test_fine_tuning_of_all_weights_has_a_lower_learning_rate(settings: list[str
     assert ("optim.lr=2e-05: default for fine-tuning all weights, as in Llama 2" in lines) == (lr == 2e-5)
     plan = resolve(load_config(["data=mock", *settings], CONF), 1, exists=lambda path: True)
     assert (plan.config.optim.lr, plan.config.optim.min_lr) == (lr, lr / 10)
-    assert f"lr {lr:g} to {lr / 10:g}" in format_plan(plan)
+    assert f"lr {lr:g} to {lr / 10:g}" in format_plan(plan) and "0.0003 · " in format_plan(plan_of("optim=constant"))
 
 
 def begun(folder: Path, settings: Config, step: bool = True) -> Path:

@@ -27,8 +27,7 @@ def test_stages_partition_the_layers(pp: int, vpp: int) -> None:
     """Each layer occurs once, in ascending order, and no virtual stage is empty."""
     for layers in range(pp * vpp, 3 * pp * vpp + 2):
         chunks = split_layers(layers, pp, vpp, None)
-        assert len(chunks) == pp * vpp
-        assert list(itertools.chain.from_iterable(chunks)) == list(range(layers))
+        assert len(chunks) == pp * vpp and list(itertools.chain.from_iterable(chunks)) == list(range(layers))
         sizes = [len(chunk) for chunk in chunks]
         assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
         assert sizes == sorted(sizes, reverse=True), "the first stages take the remainder"
@@ -107,8 +106,7 @@ def test_what_is_chosen_is_named_and_what_is_written_stays() -> None:
     assert plan.config.trainer.pipeline_layers == [6, 2] and [len(layers) for layers in plan.stage_layers] == [6, 2]
     (choice,) = (line for line in plan.chosen if "pipeline_layers" in line)
     head = "the last stage also has the output head, which costs as much as 5.4 layers"
-    assert choice == f"trainer.pipeline_layers=[6,2]: {head}"
-    assert resolve(plan.config, 2) == plan
+    assert choice == f"trainer.pipeline_layers=[6,2]: {head}" and resolve(plan.config, 2) == plan
     written = resolve(config_of("llama_56m", 2, "trainer.pipeline_layers=[4,4]"), 2)
     assert written.config.trainer.pipeline_layers == [4, 4]
     assert not any("pipeline_layers" in line for line in written.chosen)
@@ -199,8 +197,7 @@ def test_frozen_weights_have_no_gradient_and_no_moments() -> None:
     full, memory = memory_of(resolve(load_config(BIG, CONF), 8)), memory_of(plan_of())
     trained, frozen = 16_384_000 // 8, 68_976_648_192 // 8
     assert (memory.gradients, memory.optimizer) == (4 * trained, 8 * trained)
-    assert memory.weights == 4 * trained + 2 * frozen
-    assert sum(memory) < 17 * GIB < 128 * GIB < sum(full)
+    assert memory.weights == 4 * trained + 2 * frozen and sum(memory) < 17 * GIB < 128 * GIB < sum(full)
     assert memory_of(plan_of("finetune.frozen_dtype=fp32")).weights > 2 * memory.weights * 0.99
 
 

@@ -104,8 +104,7 @@ def test_stated_memory_goes_before_what_was_found() -> None:
     assert problems_of(config, 1, Machine(1 * GIB)) == []
     config = load_config(["model=llama7b", "data=mock", "dry_run=true", "trainer.global_batch_size=16"], CONF)
     plan = resolve(config, 1, Machine(1 * GIB, 1, "this laptop"))
-    assert "this laptop has 1 GiB" in plan.notes[0]
-    assert resolve(config, 1, Machine(1000 * GIB)).notes == ()
+    assert "this laptop has 1 GiB" in plan.notes[0] and resolve(config, 1, Machine(1000 * GIB)).notes == ()
     config.device.memory_gib = 1
     assert [problem.field for problem in problems_of(config, 1)] == ["device.memory_gib"]
     config = load_config(["model=llama7b", "device=cpu", "data=mock", "dry_run=true"], CONF)

@@ -45,8 +45,7 @@ def test_a_blend(sets: tuple[str, str]) -> None:
         assert reading.read == counted[reading.prefix]
         assert reading.sequences == (tokens[reading.prefix] - 1) // 32
         assert reading.tokens == 32 * reading.sequences
-        assert reading.epochs == reading.read / reading.sequences
-        assert reading.share == reading.read / total
+        assert reading.epochs == reading.read / reading.sequences and reading.share == reading.read / total
     assert sum(reading.read for reading in plan.dataset_usage) == total
     first, second = page_rows(plan)
     assert first[0].endswith("small") and second[0].endswith("large")
