@@ -185,7 +185,7 @@ def read_journal(folder: Path) -> tuple[dict[str, Any] | None, list[dict[str, An
 
 # Options that are digests, which name nothing to users.
 _CONTENTS = {
-    "input_state": "the content of the input",
+    "input_state": "the size or time of an input file",
     "tokenizer_sha256": "the tokenizer",
     "chat_template_sha256": "the chat template",
     "chat_template_source": "the chat template",

@@ -140,7 +140,7 @@ def test_parts_with_other_options_are_rejected(tmp_path: Path, make: Make, corpu
     shutil.rmtree(tmp_path / ".x_text_document.parts/3-of-3")
     assert not list(tmp_path.glob("x_*"))
     write_jsonl(corpus / "d.jsonl", ["changed"])
-    with pytest.raises(UserError, match=r"part 1/3 has other options: the content of the input changed"):
+    with pytest.raises(UserError, match=r"part 1/3 has other options: the size or time of an input file changed"):
         make(tmp_path / "x", "3/3")
 
 

@@ -169,8 +169,7 @@ def test_workers_end_with_their_parent(tmp_path: Path, many_texts: ManyTexts) ->
 
     assert run_interrupted("preprocess.py", *many_texts[1], at=TAKE_3, act=kill_after_listing).returncode == -9
     workers = (tmp_path / "pids").read_text().split()
-    assert len(workers) == 3
-    assert all(gone(int(worker)) for worker in workers)
+    assert len(workers) == 3 and all(gone(int(worker)) for worker in workers)
 
 
 def test_a_killed_worker_is_reported_and_nothing_lost(tmp_path: Path, many_texts: ManyTexts, tokenizer: Path) -> None:
@@ -230,7 +229,7 @@ def test_finished_is_not_redone_and_other_options_are_refused(tmp_path: Path, pr
     other = preprocess(*args, "--max-line-mib", 5)
     assert_refused(other, "max_line_bytes was 67108864 and is now 5242880", "--overwrite")
     write_jsonl(source, some_texts(51))
-    assert_refused(preprocess(*args), "the content of the input changed", "--overwrite")
+    assert_refused(preprocess(*args), "the size or time of an input file changed", "--overwrite")
     output_of(preprocess(*args, "--overwrite"))
     assert manifest(tmp_path / "x")["documents_read"] == 51
 
