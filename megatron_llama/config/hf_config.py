@@ -262,8 +262,9 @@ def _fill_from_hf(
         rule, instead = "needs init_from, the folder with the model's shape", "write init_from=FOLDER"
         problems.append(Problem("model", FROM_HF, rule, instead))
         return
+    steps = sorted(Path(folder).glob(f"checkpoint-*/{CONFIG}"), key=lambda file: (len(str(file)), file))  # a Trainer's
     try:
-        content = read_hf_config(folder)
+        content = read_hf_config(folder if (Path(folder) / CONFIG).exists() or not steps else str(steps[-1].parent))
     except ValueError as error:
         hint = folder_hint(folder, ", or model=NAME if another program wrote it")
         problem = Problem("init_from", folder, str(error), hint + download_hint(folder))

@@ -67,8 +67,7 @@ LONG: dict[str, Any] = {
 
 @pytest.mark.parametrize("key", LONG)
 def test_a_long_value_gives_a_short_message(key: str, tmp_path: Path) -> None:
-    content = {**hf_config(ModelConfig(), "float32", {}), key: LONG[key]}
-    (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps({**hf_config(ModelConfig(), "float32", {}), key: LONG[key]}))
     with pytest.raises(ConfigError) as error:
         resolve(load_config(["model=from_hf", f"init_from={tmp_path}", "data=mock", "device=cpu"], CONF), 1)
     assert "more characters)" in str(error.value)
@@ -110,12 +109,19 @@ IN_CONFIG_JSON: list[dict[str, Any]] = [
 
 
 def folder_with(folder: Path, **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}), encoding="utf-8")
     return folder
 
 
 def load(folder: Path, *overrides: str) -> Config:
     return load_config(["model=from_hf", f"init_from={folder}", "data=mock", "device=cpu", *overrides], CONF)
+
+
+def test_the_newest_checkpoint_of_a_trainers_folder_has_the_shape(tmp_path: Path) -> None:
+    for step in (9, 10):
+        folder_with(tmp_path / f"checkpoint-{step}", hidden_size=16 * step)
+    assert load(tmp_path).model.hidden_size == 160 and load(folder_with(tmp_path)).model.hidden_size == 64
 
 
 @pytest.mark.parametrize("scaling", IN_CONFIG_JSON, ids=lambda scaling: ", ".join(map(str, scaling.values()))[:40])
@@ -136,9 +142,7 @@ def test_a_folders_scaling_is_loaded_and_exported_as_transformers_reads_it(
     for length in (16, 4096):
         (one, one_factor), (other, other_factor) = (function(config, seq_len=length) for config in (theirs, ours))
         assert one.equal(other) and one_factor == other_factor
-    (tmp_path / "exported").mkdir()
-    second = tmp_path / "exported"
-    (second / "config.json").write_text(json.dumps(exported))
+    second = folder_with(tmp_path / "exported", **exported)
     assert load(second).model.rope_scaling == model.rope_scaling, "a second export has the same values"
 
 

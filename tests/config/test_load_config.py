@@ -210,8 +210,7 @@ def test_values_of_other_programs_get_the_value_here(name: str, value: str, advi
 def test_lists_split_by_the_shell_get_quotes(override: str) -> None:
     problems = refused("model=llama_15m", *override.split(), "trainer.tp=x")
     assert [problem.field for problem in problems] == [override.partition("=")[0], "trainer.tp"]
-    assert problems[0].instead == f"put it in quotes: '{override}'"
-    assert load_config([override], CONF)
+    assert problems[0].instead == f"put it in quotes: '{override}'" and load_config([override], CONF)
 
 
 def test_groups_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,8 +334,7 @@ def load(folder: Path, *words: str) -> Config:
 
 def test_the_folder_is_enough(tmp_path: Path) -> None:
     plan = make_run(tmp_path / "run", *FIRST, *SECOND)
-    assert load(tmp_path / "run") == plan.requested
-    assert resolve(load(tmp_path / "run"), 2).config == plan.config
+    assert load(tmp_path / "run") == plan.requested and resolve(load(tmp_path / "run"), 2).config == plan.config
     assert load_config([f"run.dir={tmp_path}/run"], CONF).model.num_hidden_layers == 4, "tools do not resume"
 
 
