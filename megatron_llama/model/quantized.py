@@ -14,6 +14,7 @@ layers nor the row splits of ``fully_shard``. Plain uint8 tensors work with both
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,8 @@ _PAIRS: dict[torch.device, torch.Tensor] = {}
 """Result of ``_values_of_bytes`` per device."""
 _MOST_VALUES = 2**20
 """Values quantized together. torchao compares each value with all 16 levels, which takes 64 bytes per value."""
+for _package in ("torchao", "torch.utils._pytree"):  # at torchao's import: libraries of kernels that are not used here
+    logging.getLogger(_package).setLevel(logging.ERROR)
 
 
 @torch.no_grad()
@@ -48,12 +51,11 @@ def quantize(values: torch.Tensor, kind: str) -> torch.Tensor:
         values: fp32, with columns a multiple of QUANTIZATION_BLOCK.
         kind: int8 or nf4.
     """
-    pack = {"int8": _pack_int8, "nf4": _pack_nf4}[kind]
     at_once = max(1, _MOST_VALUES // values.shape[1])
     packed = values.new_empty(len(values), quantized_bytes(kind, values.shape[1]), dtype=torch.uint8)
     for first in range(0, len(values), at_once):
         rows = values[first : first + at_once].contiguous()
-        packed[first : first + at_once] = torch.cat(pack(rows), dim=1)
+        packed[first : first + at_once] = torch.cat({"int8": _pack_int8, "nf4": _pack_nf4}[kind](rows), dim=1)
     return packed
 
 
@@ -124,8 +126,7 @@ def _linear(kind: str, input: torch.Tensor, weight: torch.Tensor, bias: None, **
         input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=how["tp_group"])
     elif how["allreduce_dgrad"]:
         input = copy_to_tensor_model_parallel_region(input, group=how["tp_group"])
-    output: torch.Tensor = _QuantizedLinear.apply(input, weight, kind)
-    return output
+    return _QuantizedLinear.apply(input, weight, kind)  # type: ignore[no-any-return]
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -139,5 +140,4 @@ class _QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (packed,) = ctx.saved_tensors
-        return torch.matmul(grad, dequantize(packed, ctx.kind, grad.dtype)), None, None
+        return torch.matmul(grad, dequantize(ctx.saved_tensors[0], ctx.kind, grad.dtype)), None, None

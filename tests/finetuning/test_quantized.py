@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,13 +130,17 @@ def test_scales_stay_fp32_where_the_rest_is_gathered_in_bf16(quantized: Quantize
     chosen = ["trainer.precision=bf16", "trainer.zero=3"]
     ours = tune(2, tmp_path / "ours", *quantized.lora("nf4"), *chosen, steps=1)
     plain = tune(2, tmp_path / "plain", *quantized.plain("nf4"), *chosen, steps=1)
-    assert ours.losses == plain.losses
-    assert ours.dtypes == ({torch.float32}, {torch.uint8, torch.bfloat16})
+    assert ours.losses == plain.losses and ours.dtypes == ({torch.float32}, {torch.uint8, torch.bfloat16})
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_errors_are_within_half_a_step(kind: str, quantized: Quantized) -> None:
     run_ranks(_check_errors, 1, kind)
+
+
+def test_torchao_prints_nothing_at_its_import(quantized: Quantized) -> None:
+    code = "import torch; from megatron_llama.model import quantized; quantized.quantize(torch.zeros(1, 64), 'nf4')"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stderr == b""
 
 
 def _check_errors(rank: int, kind: str) -> None:
