@@ -171,9 +171,8 @@ class MetricsLogger:
         """Report once that a step was faster than the peak, which is then too low."""
         if not self._exceeded and (metrics["mfu"] or 0.0) > 1:
             self._exceeded = True
-            peak = f"{self.peak.flops / 1e9:,.0f} GFLOP/s ({self.peak.source})"
-            advice = "MFU values are unreliable; device.peak_tflops=N sets the peak."
-            self.progress.print_lines((f"MFU above 100 %: the peak is too low: {peak}.", advice))
+            low = f"MFU above 100 %: the peak is too low: {self.peak.flops / 1e9:,.0f} GFLOP/s\n  ({self.peak.source})"
+            self.progress.print_lines((low, "MFU values are unreliable; device.peak_tflops=N sets the peak."))
 
     def _with_derived(self, measured: Mapping[str, Value]) -> dict[str, Value]:
         """Return all metrics of a step, in order."""

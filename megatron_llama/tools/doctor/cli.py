@@ -57,7 +57,7 @@ def _run(argv: Sequence[str], arguments: argparse.Namespace, overrides: Sequence
         if not arguments.quick:
             raise
         if context is None or context.rank == 0:  # run.slurm starts train.py next, which reports the errors
-            sys.stderr.write(f"nothing is checked: the settings are invalid; {_REPORTED}\n")
+            sys.stderr.write(f"nothing is checked: the settings are invalid;\n    {_REPORTED}\n")
         return 0
     except LaunchFailed as error:
         sys.stderr.write(f"doctor failed: {error}.\n")

@@ -500,7 +500,7 @@ def _replicated_gradients(plan: Plan, chunks: list[_Chunk], shard_rank: int) -> 
         calls = int(bool(vectors) and layers > 0)
         if plan.sp and "norm" in ends and ends["norm"].trained:
             values, calls = values + held(h, (0, h)), 1
-        label = "gradients of norms, of biases and of replicated LoRA matrices"
+        label = "gradients of norms, biases and replicated LoRA matrices"
         yield Operation(label, "tp", "all_reduce", t, calls, values * width)
     copies = arch.kv_copies(model, t)
     shared = [name for name in arch.KV_HEADS if name in trained and name not in vectors]

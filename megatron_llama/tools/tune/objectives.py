@@ -294,12 +294,12 @@ def result_lines(result: SearchResult, config: Config) -> Iterator[str]:
         forecast.append([label, *values, *numbers])
         measured.append([label, *_measured(result, each, tokens)])
     yield "forecast"
-    yield from text_table(forecast, left=1)
+    table = text_table(forecast, left=1)
+    yield from table if len(table[0]) <= WIDTH else text_table(forecast, left=1, gap=1)
     if len(result.ranking) > SHOWN:
         yield f"  and {len(result.ranking) - SHOWN:,} slower candidates"
     if tried:
-        yield ""
-        yield "measured"
+        yield from ("", "measured")
         yield from text_table(measured, left=1)
     yield ""
     yield from rejection_lines(result)
