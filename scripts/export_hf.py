@@ -119,8 +119,8 @@ def main() -> int:
     except CorruptFile as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    except OSError as error:  # a write to an open file has no name
-        sys.stderr.write(f"{error.filename or arguments.out}: {error.strerror or error}\n")
+    except OSError as error:  # a write to an open file has no name, a copy has two
+        sys.stderr.write(f"{error.filename2 or error.filename or arguments.out}: {error.strerror or error}\n")
         return 1
     end = f", {'with' if made.tokenizer else 'without'} a tokenizer" if arguments.format == "hf" else ""
     others = f" (averaged with the {average - 1} before it)" if average > 1 else ""

@@ -12,6 +12,7 @@ from pathlib import Path, PurePath
 
 from megatron_llama.config import ConfigError, Problem, format_problems
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_USER
+from megatron_llama.system.files import write_atomically
 from megatron_llama.system.rerun_command import ArgumentParser
 from megatron_llama.system.wrapping import escape_controls
 from megatron_llama.tools.compare.logs import FILES_OF_A_RUN, ROLES, read_run
@@ -50,9 +51,8 @@ def main(argv: Sequence[str]) -> int:
 def _write_report(comparison: Comparison, prefix: Path) -> None:
     """Write the picture and the page, and print their paths."""
     picture, page = Path(f"{prefix}.png"), Path(f"{prefix}.html")
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    picture.write_bytes(as_png(draw(comparison)))
-    page.write_text(as_html(comparison), encoding="utf-8")
+    write_atomically(picture, as_png(draw(comparison)))
+    write_atomically(page, as_html(comparison))
     sys.stdout.write(f"\nwrote {picture}\nwrote {page}\n")
 
 
