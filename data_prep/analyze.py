@@ -136,8 +136,7 @@ def document_length(dataset: IndexedDataset, unit: int, seq_length: int | None) 
         return float(dataset.index.lengths[unit])
     first, last, start = documents_of(dataset.index, unit, seq_length)
     lengths = dataset.index.lengths[first : last + 1].astype(np.int64)
-    ends = np.minimum(np.cumsum(lengths) - start, seq_length + 1)
-    inside = np.diff(ends, prepend=0)
+    inside = np.diff(np.minimum(np.cumsum(lengths) - start, seq_length + 1), prepend=0)
     return float((inside * lengths).sum() / inside.sum())
 
 

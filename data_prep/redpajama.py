@@ -129,8 +129,7 @@ def _download(args: argparse.Namespace) -> int:
     for url, path in chosen.items():
         names = (path, path.partition("/")[2], os.path.basename(path))  # a list may omit folders
         items.append(DownloadItem(url, args.output / path, next((sums[name] for name in names if name in sums), None)))
-    checked = sum(item.sha256 is not None for item in items)
-    print(f"{len(items)} of {len(urls)} files, {checked} with a sha256")
+    print(f"{len(items)} of {len(urls)} files, {sum(item.sha256 is not None for item in items)} with a sha256")
     if args.dry_run:
         for item in items:
             print(f"{item.url} -> {item.path}")

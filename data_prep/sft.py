@@ -54,8 +54,7 @@ def parser() -> argparse.ArgumentParser:
     add("--train-on-inputs", action="store_true", help="compute the loss on all tokens, not only on answers")
     text = "begin a named template's examples with the begin-of-text token (default: as the tokenizer does)"
     add("--add-bos", action=argparse.BooleanOptionalAction, help=text)
-    output = result.add_argument_group("output and run")
-    add_run_flags(data, output, "PATH_sft.bin ...")
+    add_run_flags(data, result.add_argument_group("output and run"), "PATH_sft.bin ...")
     return result
 
 

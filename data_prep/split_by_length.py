@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError(f"{dataset.prefix} is a fine-tuning set: only datasets of preprocess.py are divided")
     prefixes = output_prefixes(dataset.prefix, args.at)
     existing = [prefix for prefix in prefixes if Path(prefix + ".idx").exists()]
-    if existing and not args.overwrite:
+    if existing and not (args.overwrite or _work_folder(prefixes).exists()):  # a killed run's, which also may be half
         raise UserError(f"{', '.join(existing)} exist already: write --overwrite to replace them")
     try:
         counts = split(dataset, args.at, prefixes)
@@ -81,6 +81,10 @@ def output_prefixes(prefix: str, at: Sequence[int]) -> list[str]:
     return [f"{prefix.removesuffix(suffix)}_{each}{suffix}" for each in ranges]
 
 
+def _work_folder(prefixes: Sequence[str]) -> Path:
+    return Path(prefixes[0]).with_name(f".{Path(prefixes[0]).name}.split")
+
+
 def document_lengths(dataset: IndexedDataset) -> np.ndarray:
     """Return the tokens of each document, int64 [documents]."""
     ends = np.concatenate([[0], np.cumsum(dataset.index.lengths, dtype=np.int64)])
@@ -93,14 +97,12 @@ def split(dataset: IndexedDataset, at: Sequence[int], prefixes: Sequence[str]) -
     ends = np.cumsum(lengths)
     part_of = np.searchsorted(np.asarray(at), lengths, side="right")
     folder, names = Path(dataset.prefix).parent, [Path(prefix).name for prefix in prefixes]
-    work = folder / f".{names[0]}.split"
-    with scratch_folder(work):
+    with scratch_folder(_work_folder(prefixes)) as work:
         manifest = read_manifest(dataset.prefix)
         for number, name in enumerate(names):
             with open(work / f"{name}.bin", "wb") as file:
                 for first, last in _runs(part_of == number):
-                    start = int(ends[first] - lengths[first])
-                    dataset.tokens[start : int(ends[last])].tofile(file)
+                    dataset.tokens[int(ends[first] - lengths[first]) : int(ends[last])].tofile(file)
             chosen = lengths[part_of == number].astype("<i4")
             chosen.tofile(work / "lengths")
             with open(work / f"{name}.idx", "wb") as file:

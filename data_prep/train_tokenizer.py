@@ -18,9 +18,11 @@ import argparse
 import io
 import json
 import re
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from data_prep.lib.find_inputs import detect_keys, find_sources
@@ -28,7 +30,9 @@ from data_prep.lib.input_readers import Source, read_lines
 from data_prep.lib.next_command import next_command
 from megatron_llama.system.errors import UserError, run_main
 from megatron_llama.system.files import write_atomically
+from megatron_llama.system.interrupts import leave
 from megatron_llama.system.rerun_command import ArgumentParser
+from megatron_llama.system.signals import run_in_thread
 
 # sentencepiece drops longer sentences, so sample_sentences cuts them.
 MAX_SENTENCE_BYTES = 4192
@@ -83,37 +87,41 @@ def train(sentences: Iterator[str], vocab_size: int) -> bytes:
     import sentencepiece
 
     model = io.BytesIO()
-    input_errors: list[UserError] = []
+    input_errors: list[Exception] = []  # an exception in the iterator loses its type in sentencepiece's C++ code
 
     def guarded() -> Iterator[str]:
-        # An exception raised in this iterator loses its message in sentencepiece's C++ code.
         try:
             yield from sentences
-        except UserError as error:
+        except Exception as error:
             input_errors.append(error)
+            raise
 
+    work = partial(
+        sentencepiece.SentencePieceTrainer.train,
+        sentence_iterator=guarded(),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=vocab_size,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=True,
+        allow_whitespace_only_pieces=True,
+        split_digits=True,
+        byte_fallback=True,
+        character_coverage=0.99995,
+        max_sentence_length=MAX_SENTENCE_BYTES,
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        pad_id=-1,
+        unk_surface=" \u2047 ",
+        num_threads=1,  # the model stores this number, which would change its sha256
+        minloglevel=2,
+    )
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=guarded(),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            add_dummy_prefix=True,
-            allow_whitespace_only_pieces=True,
-            split_digits=True,
-            byte_fallback=True,
-            character_coverage=0.99995,
-            max_sentence_length=MAX_SENTENCE_BYTES,
-            unk_id=0,
-            bos_id=1,
-            eos_id=2,
-            pad_id=-1,
-            unk_surface=" \u2047 ",
-            num_threads=1,  # the model stores this number, which would change its sha256
-            minloglevel=2,
-        )
+        run_in_thread("sentencepiece", work).result()
+    except KeyboardInterrupt:  # not for exit handlers to wait for the thread
+        leave(signal.SIGINT, None)
     except (RuntimeError, OSError) as error:
         if input_errors:
             raise input_errors[0] from None
@@ -129,8 +137,6 @@ def train(sentences: Iterator[str], vocab_size: int) -> bytes:
                 "or add text"
             ) from None
         raise UserError(f"sentencepiece cannot train --vocab-size {vocab_size} on this text: {reason}") from None
-    if input_errors:
-        raise input_errors[0]
     return model.getvalue()
 
 

@@ -86,8 +86,7 @@ def list_of_commands() -> str:
 def description(path: Path) -> str:
     """Return the first sentence of a program's docstring, without its command."""
     lines = ast.get_docstring(ast.parse(path.read_bytes())) or ""
-    sentence = lines.partition("\n")[0].partition(": ``python")[0].partition(": python ")[0]
-    return name_commands(sentence.rstrip("."))
+    return name_commands(lines.partition("\n")[0].partition(": ``python")[0].partition(": python ")[0].rstrip("."))
 
 
 def versions() -> str:

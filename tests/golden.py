@@ -52,6 +52,5 @@ class GoldenFiles:
             path.write_text(text, encoding="utf-8")
             return
         expected = path.read_text(encoding="utf-8") if path.exists() else ""
-        difference = unified_diff(expected.splitlines(), text.splitlines(), str(path), "printed", lineterm="")
-        lines = "\n".join(difference)
+        lines = "\n".join(unified_diff(expected.splitlines(), text.splitlines(), str(path), "printed", lineterm=""))
         assert not lines, f"{lines}\n\nIf the change is right: pytest --write-golden, and read git diff {FOLDER.name}"

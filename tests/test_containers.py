@@ -118,8 +118,7 @@ def test_skypilots_nodes_are_the_nodes_of_one_run() -> None:
 
 @pytest.mark.parametrize("text", [container()["args"][0], TASK["run"]], ids=["JobSet", "SkyPilot"])
 def test_the_command_receives_signals_and_has_valid_settings(text: str) -> None:
-    command = text.strip().splitlines()[-1].replace("$RUN", str(TASK["envs"]["RUN"]))
-    words = shlex.split(command)
+    words = shlex.split(text.strip().splitlines()[-1].replace("$RUN", str(TASK["envs"]["RUN"])))
     assert words[0] == "exec", "a shell in between would not pass SIGTERM on"
     config = load_config(words[3:], CONF)
     assert str(config.run.dir).startswith("/runs/") and config.checkpoint.every_minutes

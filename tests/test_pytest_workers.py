@@ -40,8 +40,7 @@ def _pytest(folder: Path, *options: str) -> tuple[int, str]:
     (folder / "pytest.ini").write_text("[pytest]\ntimeout = 60\n")
     arguments = ["-p", "no:cacheprovider", "--basetemp", str(folder / "base"), "-ra", *options, str(folder)]
     output = folder / "output.txt"
-    status = run_forked(partial(_main, arguments), output, output, 60)
-    return status, output.read_text()
+    return run_forked(partial(_main, arguments), output, output, 60), output.read_text()
 
 
 def _main(arguments: list[str]) -> None:

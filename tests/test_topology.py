@@ -132,8 +132,7 @@ def test_the_place_of_a_rank_in_a_plan() -> None:
 
 
 def test_shards_are_spread_over_all_ranks_with_the_same_weights() -> None:
-    grid = Grid({"tp": 2, "cp": 2, "dp": 4, "pp": 1})
-    everyone = [Topology(grid, rank, shard_size=4) for rank in range(16)]
+    everyone = [Topology(Grid({"tp": 2, "cp": 2, "dp": 4, "pp": 1}), rank, shard_size=4) for rank in range(16)]
     assert [topology.shard_rank for topology in everyone] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
     assert [topology.replica_rank for topology in everyone] == [0] * 8 + [1] * 8
 

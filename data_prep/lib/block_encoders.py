@@ -66,8 +66,7 @@ class BlockEncoder(ABC, Generic[Document]):
                 except RecordError as bad:
                     raw = line[: BadRecord.KEEP_BAD_BYTES]
                     complete = len(raw) == len(line) <= max_line  # longer lines were truncated when read
-                    record = BadRecord(position, number, bad.reason, bad.detail, len(line), complete, raw)
-                    result.bad.append(record)
+                    result.bad.append(BadRecord(position, number, bad.reason, bad.detail, len(line), complete, raw))
         lines, line = [], b""  # free memory: only the texts are needed
         self.write(documents, block, result)
         return result

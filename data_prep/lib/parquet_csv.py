@@ -220,8 +220,7 @@ def row_lines(path: str, chunks: Iterator[tuple[bytes, int]]) -> Iterator[tuple[
                 header = _checked_header(path, row)
                 continue
             number += 1
-            record = dict(zip(header, row, strict=True)) if len(row) == len(header) else row
-            line = dump_texts(record)
+            line = dump_texts(dict(zip(header, row, strict=True)) if len(row) == len(header) else row)
             output += (line, b"\n")
             size += len(line)
             if size >= CHUNK_BYTES:

@@ -471,8 +471,7 @@ def parse_text(data: bytes) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        detail = f"byte {data[error.start]:#04x} at {error.start}: {error.reason}"
-        raise RecordError("bad_utf8", detail) from None
+        raise RecordError("bad_utf8", f"byte {data[error.start]:#04x} at {error.start}: {error.reason}") from None
 
 
 def parse_object(line: bytes) -> dict[str, Any]:

@@ -271,8 +271,7 @@ def make_text_set(text: TextOptions, options: RunOptions, report: Callable[[str]
     for note in inputs.notes():
         sys.stderr.write(f"note: {note}\n")
     keys = text.json_keys or detect_keys(inputs.sources)
-    samples = sample_texts(inputs.sources, keys)
-    encoder = load_encoder(library, model, text.encoder, samples, NewTokens.of(text))
+    encoder = load_encoder(library, model, text.encoder, sample_texts(inputs.sources, keys), NewTokens.of(text))
     if text.append_eod and encoder.tokenizer.end is None:
         raise UserError(f"--append-eod: the tokenizer {model} has no end-of-text token. Remove --append-eod")
     if text.prepend_bos and encoder.tokenizer.bos is None:

@@ -110,8 +110,7 @@ class Workspace:
         return (self.folder / name).exists() and digest.hexdigest() == checkpoint["sha256"][name]
 
     def _write_journal(self, entries: list[dict[str, Any]]) -> None:
-        lines = "".join(json.dumps(entry) + "\n" for entry in entries)
-        write_atomically(self.folder / JOURNAL, lines)
+        write_atomically(self.folder / JOURNAL, "".join(json.dumps(entry) + "\n" for entry in entries))
 
     def _open_files(self, mode: str) -> None:
         for name in self._data_files:

@@ -231,5 +231,4 @@ def safetensors_header(entries: Mapping[str, tuple[torch.dtype, Shape]]) -> tupl
         position += size
     text = json.dumps(head, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    data = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, {name: data + start for name, start in starts.items()}
+    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in starts.items()}

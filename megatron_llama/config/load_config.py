@@ -10,6 +10,7 @@ import itertools
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from megatron_llama.config.conf_folders import (
     EXPERIMENT,
@@ -97,11 +98,12 @@ def load_config(overrides: Sequence[str], conf_dir: Path, *, resumes: bool = Fal
     _set_all(config, values, problems)
     _reset_unusable_texts(config, problems)
     given = {override.key_or_group for override in values}
-    settle_data_settings(config.data, given | choices.keys())
     assign = partial(_set, config, problems=problems)
-    fill_from_folders(config, given, assign, problems)
-    fill_new_tokens(config, given, assign, problems)
-    settle_context(config.model, given, assign)
+    with suppress(InterpolationKeyError):  # _typed reports it
+        settle_data_settings(config.data, given | choices.keys())
+        fill_from_folders(config, given, assign, problems)
+        fill_new_tokens(config, given, assign, problems)
+        settle_context(config.model, given, assign)
     typed = _typed(config, problems)
     if problems or typed is None:
         raise ConfigError(problems, typed)

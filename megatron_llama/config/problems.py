@@ -188,8 +188,7 @@ def group_by_suggestion(problems: Iterable[Problem]) -> dict[str, list[list[Prob
         same = suggestions[problem.field, repr(problem.value)]
         within = [instead for instead in same if _alternatives(instead) < _alternatives(problem.instead)]
         instead = min(within, key=lambda text: len(_alternatives(text)), default=problem.instead)
-        rule = problem.rule.replace(str(problem.value), "")
-        groups.setdefault(instead, {}).setdefault(rule, []).append(problem)
+        groups.setdefault(instead, {}).setdefault(problem.rule.replace(str(problem.value), ""), []).append(problem)
     return {instead: list(rules.values()) for instead, rules in groups.items()}
 
 

@@ -138,8 +138,7 @@ class GroupSchedule:
         return counts
 
     def _level_of(self, draw: int) -> _LevelDraws:
-        index = bisect.bisect_right(self._levels, draw, key=lambda level: level.first) - 1
-        return self._levels[max(0, index)]
+        return self._levels[max(0, bisect.bisect_right(self._levels, draw, key=lambda level: level.first) - 1)]
 
 
 class Graded:

@@ -164,8 +164,7 @@ def build_sft(plan: Plan) -> tuple[SFTDataset, dict[str, SFTDataset]]:
     """
     raise_on_all_ranks(check_data(plan.config) if dist.get_rank() == 0 else [])
     names = (validation_sets(plan.config.data) or [""]) if plan.config.trainer.val_every_steps else ()
-    validation = {name: _split(plan, 1, name) for name in names}
-    return graded_examples(plan, _split(plan, 0), levels_of(plan)), validation
+    return graded_examples(plan, _split(plan, 0), levels_of(plan)), {name: _split(plan, 1, name) for name in names}
 
 
 def graded_examples(plan: Plan, training: SFTDataset, levels: Sequence[Level]) -> SFTDataset:

@@ -57,8 +57,7 @@ def describe(error: BaseException) -> Report:
         return Report(EXIT_FAILED, fault)
     if lost := describe_lost_store(error):
         return Report(EXIT_FAILED, wrap(lost), consequence=True)
-    trace = "".join(traceback.format_exception(error)).rstrip()
-    return Report(EXIT_FAILED, trace, consequence=is_peer_lost(error))
+    return Report(EXIT_FAILED, "".join(traceback.format_exception(error)).rstrip(), consequence=is_peer_lost(error))
 
 
 def is_peer_lost(error: BaseException | None) -> bool:

@@ -114,8 +114,7 @@ class PreferenceLoss:
         values = head.total(values * is_counted * pairs.weight)
         if not torch.is_grad_enabled():
             return values
-        token_weights = -derivatives.gather(1, pairs.answers).t() * loss_weights
-        weighted = head.training_loss(x, weight, labels, token_weights)
+        weighted = head.training_loss(x, weight, labels, -derivatives.gather(1, pairs.answers).t() * loss_weights)
         return torch.cat(((weighted - weighted.detach() + values[0])[None], values[1:]))
 
     @torch.no_grad()

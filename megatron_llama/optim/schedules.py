@@ -70,8 +70,7 @@ class CosineAnnealing(WarmupSchedule):
         return step / self.warmup_steps if self.constant_steps else super()._warmed_up(step)
 
     def _decayed(self, lr: float, step: int) -> float:
-        progress = min(1.0, step / self.decay_steps)
-        return self.min_lr + (lr - self.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+        return self.min_lr + (lr - self.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / self.decay_steps)))
 
 
 class LinearDecay(WarmupSchedule):

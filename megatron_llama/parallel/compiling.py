@@ -434,5 +434,4 @@ class _ParallelLinear(torch.autograd.Function):
         if x is None:
             return grad_x, None, None, None
         whole = all_gather_tensor(x, 0, ctx.group) if ctx.split else x
-        grad_weight = torch.matmul(grad.flatten(0, 1).t(), whole.flatten(0, 1))
-        return grad_x, grad_weight, None, None
+        return grad_x, torch.matmul(grad.flatten(0, 1).t(), whole.flatten(0, 1)), None, None

@@ -39,7 +39,7 @@ DRAFT = ".draft"
 def atomic_open(path: Path, *, private: bool = False) -> Iterator[IO[bytes]]:
     """Open a temporary file that replaces ``path`` when the block ends; remove it if the block raises.
 
-    If ``path`` already has the same content, it keeps its modification time.
+    If ``path`` already has the same content, it keeps its modification time. A device is written in place.
 
     Args:
         private: Only the user may read the file, regardless of the umask.
@@ -51,6 +51,10 @@ def atomic_open(path: Path, *, private: bool = False) -> Iterator[IO[bytes]]:
     # Processes that write the same file concurrently need different temporary files.
     draft = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}{DRAFT}")
     try:
+        if path.parent == Path("/dev") or path.is_char_device():
+            with open(path, "ab") as file:
+                yield file
+            return
         with open(draft, "wb", opener=lambda name, flags: os.open(name, flags, 0o600 if private else 0o666)) as file:
             yield file
             file.flush()
@@ -61,6 +65,9 @@ def atomic_open(path: Path, *, private: bool = False) -> Iterator[IO[bytes]]:
             return
         os.replace(draft, path)
         sync_folder(path.parent)
+    except OSError as error:  # writes to an open file do not name it
+        error.filename = error.filename or str(path)
+        raise
     finally:
         with contextlib.suppress(FileNotFoundError):
             draft.unlink()

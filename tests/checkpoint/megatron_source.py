@@ -67,8 +67,7 @@ class Source:
 
 def train_source(source: Source) -> Trained:
     """Train, save, and train on."""
-    results = run_ranks(_rank, source.tp * source.pp * source.dp, source)
-    last = [result for result in results if result[1] is not None]
+    last = [result for result in run_ranks(_rank, source.tp * source.pp * source.dp, source) if result[1] is not None]
     return Trained(last[0][0], torch.cat([logits for _, logits in last], dim=-1)[..., :VOCAB])
 
 

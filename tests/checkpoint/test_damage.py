@@ -270,8 +270,7 @@ MANIFESTS: dict[str, Callable[[dict[str, Any], dict[str, Any], dict[str, Any]], 
 @pytest.mark.parametrize("change", MANIFESTS.values(), ids=MANIFESTS)
 def test_invalid_manifests_are_refused(trained: tuple[Path, Run], tmp_path: Path, change: Callable) -> None:
     """With a correct checksum: another program wrote the manifest."""
-    folder = trained[0] / "checkpoints" / "step_00000002"
-    body = json.loads((folder / NAME).read_text())
+    body = json.loads((trained[0] / "checkpoints" / "step_00000002" / NAME).read_text())
     _write_body(tmp_path, body)
     read_manifest(tmp_path)
     change(body, body["tensors"][NORM], body["tensors"][NORM]["chunks"][0])

@@ -83,8 +83,7 @@ def _by_hand(rank: int, plan: Plan, sizes: list[int]) -> tuple[list[float], list
         for size in sizes:
             batch = []
             for number in range(consumed[-1], consumed[-1] + size):
-                one = samples[number]
-                tensors = (one[key][None] for key in ("tokens", "labels", "loss_mask"))
+                tensors = (samples[number][key][None] for key in ("tokens", "labels", "loss_mask"))
                 batch.append(MicroBatch(*tensors, token_counts=torch.tensor([16, 16 * 16])))
             results.append(model.forward_backward(batch).item())
             optimizer.step(optimizer.gradient_norm())

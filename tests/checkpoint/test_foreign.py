@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
+import resource
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -218,6 +220,16 @@ def test_megatron_core_loads_an_export(saved: tuple[Path, Run], tmp_path: Path) 
     parts = [part for part in run_ranks(_load, 4, Source(2, 2, tmp_path / "out")) if part is not None]
     (expected,) = run_ranks(logits_of_weights, 1, result.tensors)
     torch.testing.assert_close(torch.cat(parts, dim=-1), expected, rtol=0, atol=1e-5)
+
+
+def test_a_full_disk_is_the_error_of_an_export(saved: tuple[Path, Run], tmp_path: Path) -> None:
+    """torch.save raises a RuntimeError about its file's positions after it."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with ExitStack() as stack, pytest.raises(OSError, match="File too large"):
+        stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        export(saved[0], tmp_path / "out", kind="dcp")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_refused_exports(saved: tuple[Path, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

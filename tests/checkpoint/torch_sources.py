@@ -58,8 +58,7 @@ def _rank(rank: int, kind: str, folder: Path, batches: list[torch.Tensor]) -> Tr
         logits = model(TOKENS).logits
     model.reshard()  # after a forward pass without backward
     folder.mkdir(parents=True, exist_ok=True)
-    save = {"torchtitan": _save_torchtitan, "accelerate": _save_accelerate}[kind]
-    save(folder, model, optimizer, scheduler)
+    {"torchtitan": _save_torchtitan, "accelerate": _save_accelerate}[kind](folder, model, optimizer, scheduler)
     return Trained([_step(model, optimizer, batch) for batch in batches], logits)
 
 

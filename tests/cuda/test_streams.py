@@ -47,8 +47,7 @@ def test_order(name: str) -> None:
 
 def test_a_thread_that_only_watches_orders_nothing() -> None:
     watching = Call.parse("0.0 2 QUERY kind=event event=5 done=1")
-    calls = process(WRITE, RECORD).calls + (watching,) + process(READ).calls
-    assert len(conflicts(ProcessLog(0, calls))) == 1
+    assert len(conflicts(ProcessLog(0, process(WRITE, RECORD).calls + (watching,) + process(READ).calls))) == 1
 
 
 MISSED: dict[str, tuple[int, str, str]] = {

@@ -36,8 +36,7 @@ TABLE = [row for row in LAYOUTS if "trainer.async_tp=true" not in row[2]]  # it 
 
 @pytest.mark.parametrize("name", rows.ROWS)
 def test_three_steps(runtime: Runtime, tmp_path: Path, name: str) -> None:
-    run = rows.start(runtime, name, tmp_path).check()
-    actual = rows.measured(run)
+    actual = rows.measured(rows.start(runtime, name, tmp_path).check())
     assert len(actual) == rows.ROWS[name][0]
     for counted in actual:
         assert counted["waits"] == WAITS_OF_A_STEP + ("offload" in name)

@@ -43,8 +43,7 @@ def some_examples(count: int, first: int = 1, vocabulary: int | None = None) -> 
         ids = list(range(place, place + length))
         if vocabulary is not None:
             ids = [rng.randrange(vocabulary) for _ in ids]
-        mask = [int(rng.random() < 0.5) for _ in range(length - 1)] + [1]
-        actual.append((ids, mask))
+        actual.append((ids, [int(rng.random() < 0.5) for _ in range(length - 1)] + [1]))
         place += length
     return actual
 
@@ -86,8 +85,7 @@ def taken_apart(item: Item) -> list[Example]:
     for number in range(max(documents) + 1):
         size = documents.count(number)
         assert documents[place : place + size] == [number] * size
-        places = slice(place, place + size)
-        tokens, labels, mask = (item[name][places] for name in ("tokens", "labels", "loss_mask"))
+        tokens, labels, mask = (item[name][slice(place, place + size)] for name in ("tokens", "labels", "loss_mask"))
         assert tokens[1:] == labels[:-1]
         actual.append(([*tokens, labels[-1]], [int(mark) for mark in mask]))
         place += size

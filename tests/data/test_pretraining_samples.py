@@ -151,8 +151,7 @@ def test_training_and_validation_share_no_document(tmp_path: Path) -> None:
 def test_without_weights_an_epoch_reads_each_dataset_once(tmp_path: Path) -> None:
     """A dataset that is named twice counts twice."""
     prefixes = [write_indexed(tmp_path / "a", numbered(50, 1)), write_indexed(tmp_path / "b", numbered(200, 10000))]
-    plan = data_plan(prefixes)
-    stream, sizes = stream_of(plan), [len(stream_of(data_plan([prefix]))) for prefix in prefixes]
+    stream, sizes = stream_of(data_plan(prefixes)), [len(stream_of(data_plan([prefix]))) for prefix in prefixes]
     assert len(stream) == sum(sizes)
     for epoch in range(3):
         firsts = [text(stream[epoch * len(stream) + number])[0] for number in range(len(stream))]

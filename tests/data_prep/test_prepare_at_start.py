@@ -302,6 +302,5 @@ def test_the_command_for_a_large_file_can_be_pasted(base: Path, tmp_path: Path, 
     with pytest.raises(ConfigError) as error:
         with_finished(config_of(base, file, cache=tmp_path / "cache"))
     message = str(error.value)
-    pasted = message[message.index("python data_prep/sft.py") :].replace("\\\n", " ").partition("\n")[0]
-    words = shlex.split(pasted)
+    words = shlex.split(message[message.index("python data_prep/sft.py") :].replace("\\\n", " ").partition("\n")[0])
     assert words[words.index("--input") + 1] == str(file) and words[-1] == "corpora/my_own_chats/my_own_chats"

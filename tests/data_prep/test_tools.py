@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import math
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ import pytest
 import sentencepiece
 
 from data_prep import analyze, preprocess, split_by_length
+from data_prep import train_tokenizer as tokenizer_program
 from data_prep.lib import run_options
 from data_prep.lib.output_files import find_problems, read_manifest
 from data_prep.python_stdlib import split_source
@@ -34,6 +37,7 @@ from tests.data_prep.helpers import (
     run_in_fork,
     run_script,
     some_texts,
+    start,
     write_jsonl,
 )
 
@@ -120,6 +124,17 @@ def test_refused_vocabulary_size_names_one_that_works(text: str, size: int, faul
     with pytest.raises(UserError, match="no text"):
         train(sample_sentences(iter(["", ""]), 9, 9), size)
     assert sentencepiece.SentencePieceProcessor(model_proto=train(iter([text] * 5), size)).vocab_size() == size
+
+
+def test_an_interrupt_ends_the_training_of_a_tokenizer_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(*_: object) -> Iterator[str]:
+        os.kill(os.getpid(), signal.SIGINT)
+        yield from itertools.repeat("text")
+
+    monkeypatch.setattr(tokenizer_program, "sample_sentences", endless)
+    text = write_jsonl(tmp_path / "a.jsonl", ["text"])
+    done = run_in_fork(lambda: start("train_tokenizer.py", "--input", text, "--model-prefix", tmp_path / "t"))
+    assert (done.returncode, done.stderr, os.listdir(tmp_path)) == (130, "Stopped by SIGINT.\n", ["a.jsonl"])
 
 
 def test_standard_library_text(tmp_path: Path) -> None:
@@ -215,6 +230,15 @@ def test_existing_parts_need_overwrite(numbered_set: str) -> None:
     with pytest.raises(UserError, match="write --overwrite"):
         split_by_length.main([numbered_set, "--at", "20"])
     assert split_by_length.main([numbered_set, "--at", "20", "--overwrite"]) == 0
+
+
+def test_a_killed_publication_is_repeated(numbered_set: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words, move, moves = [numbered_set, "--at", "20", "40"], os.replace, itertools.count()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *paths: move(*paths) if next(moves) < 3 else kill_this_process())
+        assert run_in_fork(lambda: split_by_length.main(words)).returncode == -signal.SIGKILL
+    assert Path(numbered_set.replace("book_", "book_below_20_") + ".idx").exists()
+    assert split_by_length.main(words) == 0 and documents(numbered_set.replace("book_", "book_from_40_"))
 
 
 def test_two_processes_divide_one_dataset(numbered_set: str) -> None:

@@ -138,8 +138,7 @@ def test_takes_tensors_as_they_lie(dtype: torch.dtype) -> None:
     expected = of_ours(q, k, v, grad)
 
     def odd_strides(x: Tensor) -> Tensor:
-        apart = torch.empty(2, x.shape[1], LENGTH, 65, dtype=dtype)[..., :64]
-        return apart.copy_(x.detach()).requires_grad_()
+        return torch.empty(2, x.shape[1], LENGTH, 65, dtype=dtype)[..., :64].copy_(x.detach()).requires_grad_()
 
     def numbers_apart(x: Tensor) -> Tensor:
         return x.detach().mT.contiguous().mT.requires_grad_()

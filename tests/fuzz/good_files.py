@@ -76,8 +76,7 @@ def checkpoint_files() -> dict[str, bytes]:
         save_part(parts, Path(folder), 0)
         model = {name: getattr(MODEL, name) for name in MODEL.__dataclass_fields__}
         settings = {"model": model, "data": {"seq_length": 8}, "finetune": {"method": "none"}}
-        state = State(3, 24, "adamw", 3, 1, settings, lr=0.1)
-        text = merge(Path(folder), state).text
+        text = merge(Path(folder), State(3, 24, "adamw", 3, 1, settings, lr=0.1)).text
         return {NAME: text.encode(), "rank_00000.safetensors": (Path(folder) / "rank_00000.safetensors").read_bytes()}
 
 

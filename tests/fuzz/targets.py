@@ -199,8 +199,7 @@ def read_tokenizer(case: Path) -> None:
     tokenizer.encode("ab x </s>")
     tokenizer.spans("ab x </s>", True)
     tokenizer.control("</s>")
-    template = load_own_template(case, tokenizer.control_tokens)
-    template.ask(TURNS)
+    load_own_template(case, tokenizer.control_tokens).ask(TURNS)
 
 
 def read_metrics_file(case: Path) -> None:

@@ -284,8 +284,7 @@ def test_a_job_that_is_started_again_finds_its_folder(tmp_path: Path, monkeypatc
     assert re.fullmatch(r"runs/llama_2m-mock-4711-\d{8}-\d{6}", first)
     for name in (first, "runs/llama_2m-mock-4711-20200101-000000", "runs/llama_2m-mock-47112-20990101-000000"):
         (tmp_path / name).mkdir(parents=True)
-    january = time.mktime((2033, 1, 1, 0, 0, 0, 0, 1, -1))
-    monkeypatch.setattr(run_dir.time, "time", lambda: january)
+    monkeypatch.setattr(run_dir.time, "time", lambda: time.mktime((2033, 1, 1, 0, 0, 0, 0, 1, -1)))
     # Slurm may reuse job ids: a later job with this id must not resume in that folder.
     assert run_dir.default_run_dir(config, "4711") == "runs/llama_2m-mock-4711-20330101-000000"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -297,8 +296,7 @@ def test_a_clock_that_is_set_back_gives_a_new_run_folder(tmp_path: Path, monkeyp
     """With the folder of an earlier run, this run would resume it."""
     monkeypatch.chdir(tmp_path)
     config = load_config(TINY, cli.CONF_DIR)
-    before_1970 = time.mktime((1969, 7, 20, 20, 17, 39, 0, 1, -1))
-    monkeypatch.setattr(run_dir.time, "time", lambda: before_1970)
+    monkeypatch.setattr(run_dir.time, "time", lambda: time.mktime((1969, 7, 20, 20, 17, 39, 0, 1, -1)))
     names = []
     for job in (None, None, "7", "7"):
         names.append(run_dir.default_run_dir(config, job))

@@ -253,8 +253,7 @@ def torchrun(tmp_path: Path) -> Iterator[Torchrun]:
 def test_a_killed_rank_is_started_again_to_the_bit(torchrun: Torchrun, tmp_path: Path) -> None:
     torchrun.close(6)
     agent = torchrun.start("--standalone", "--nproc_per_node=2", "--max-restarts=1")
-    ranks = torchrun.reached(5, 2)
-    os.kill(ranks[1], signal.SIGKILL)
+    os.kill(torchrun.reached(5, 2)[1], signal.SIGKILL)
     torchrun.open(6)
     torchrun.wait(lambda: agent.poll() is not None, "end")
     output = torchrun.log.read_text()

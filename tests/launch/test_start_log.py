@@ -162,8 +162,7 @@ def test_something_else_in_its_place(tmp_path: Path, kind: str, capsys: pytest.C
 
 
 def test_the_reason_of_a_rank() -> None:
-    trace = "Traceback (most recent call last):\n  File x\nValueError: no\n\nway"
-    assert Report(1, trace).reason == "way"
+    assert Report(1, "Traceback (most recent call last):\n  File x\nValueError: no\n\nway").reason == "way"
     assert Report(1, "stack\n\nkilled by\nSIGKILL").reason == "killed by\nSIGKILL"
     assert Report(2, "a\n\nb").reason == "a\n\nb" and Report(0).reason == ""
 
@@ -192,8 +191,7 @@ ENDS: dict[str, tuple[Callable[[], None], int, str]] = {
 def test_a_launcher_notes_the_reason(launcher: MakeLauncher, tmp_path: Path, end: str) -> None:
     work, status, reason = ENDS[end]
     folder = tmp_path / "run"
-    job = launcher(lambda: run_here(plan_in(folder), partial(without_plan, work)))
-    assert job.wait() == status
+    assert launcher(lambda: run_here(plan_in(folder), partial(without_plan, work))).wait() == status
     start = only(folder)
     assert start.status == status and reason in start.reason
 
@@ -270,8 +268,7 @@ def test_rank_0_of_another_launcher_notes_it(
 ) -> None:
     monkeypatch.setattr("megatron_llama.launch.rank.CONSEQUENCE_DELAY_SECONDS", 0.0)
     work, status, reason = ENDS[end]
-    job = launcher(lambda: run_as_rank(plan_in(tmp_path), rank, partial(without_plan, work)))
-    assert job.wait() == status
+    assert launcher(lambda: run_as_rank(plan_in(tmp_path), rank, partial(without_plan, work))).wait() == status
     if rank:
         assert not (tmp_path / STARTS_FILE).exists()
     else:

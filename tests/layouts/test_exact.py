@@ -19,8 +19,7 @@ KINDS = ("initial", "first_grads", "last_grads", "weights", "states")
 @pytest.fixture(autouse=True, scope="module")
 def loaded_kernels() -> None:
     """Load the C++ loops once, instead of in each forked rank."""
-    kernels = get_device("cpu").kernels(compiled=False)
-    kernels.add_to_grid_(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1), 1)
+    get_device("cpu").kernels(compiled=False).add_to_grid_(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1), 1)
 
 
 def differing(result: Result, expected: Result) -> list[str]:

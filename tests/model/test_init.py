@@ -56,8 +56,7 @@ def test_values_are_normal_with_the_range_as_deviation() -> None:
 
 @pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj"])
 def test_what_writes_into_the_residual_stream_is_scaled_by_depth(name: str) -> None:
-    values = whole(f"model.layers.0.{name}.weight", (512, 256))
-    assert abs(values.std().item() / (0.05 / math.sqrt(2 * 8)) - 1) < 0.02
+    assert abs(whole(f"model.layers.0.{name}.weight", (512, 256)).std().item() / (0.05 / math.sqrt(2 * 8)) - 1) < 0.02
 
 
 def test_seed_name_and_row_all_matter() -> None:

@@ -51,8 +51,7 @@ def test_turned_queries_and_keys_are_those_of_transformers(model: ModelConfig) -
 
 def test_far_positions_are_exact() -> None:
     # In bf16, position 4001 is 4000: the angles must be made, and used, in fp32.
-    model = SHAPES["llama 2"]
-    cos, sin = rotary_table(model, 4096, CPU)
+    cos, sin = rotary_table(SHAPES["llama 2"], 4096, CPU)
     assert cos.dtype == sin.dtype == torch.float32
     for position in (4000, 4001, 4095):
         assert cos[position, 0, 0, 0].item() == pytest.approx(math.cos(position), abs=1e-6)

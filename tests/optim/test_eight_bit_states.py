@@ -122,8 +122,7 @@ def test_the_kernel_has_the_same_bits(signed: bool) -> None:
 @needs_compiler
 def test_compiled_runs_update_by_it_and_others_do_not() -> None:
     for compiled in (True, False):
-        plan = make_plan(1, *EIGHT, f"trainer.compile={compiled}")
-        assert run_ranks(_by_kernel, 1, plan)[0] == {compiled}
+        assert run_ranks(_by_kernel, 1, make_plan(1, *EIGHT, f"trainer.compile={compiled}"))[0] == {compiled}
 
 
 def _by_kernel(rank: int, plan: Plan) -> set[bool]:

@@ -91,8 +91,7 @@ class Trained:
 
 def flip_bit(tensor: torch.Tensor, number: int) -> None:
     """Flip bit ``number`` of a contiguous tensor, in place."""
-    flat = tensor.detach().view(-1).view(torch.uint8)
-    flat[number // 8] ^= 1 << number % 8
+    tensor.detach().view(-1).view(torch.uint8)[number // 8] ^= 1 << number % 8
 
 
 def flips(plan: Plan, model: ParallelModel, folder: Path, count: int, seed: int) -> list[Flip]:

@@ -123,8 +123,7 @@ def test_a_resumed_run_keeps_the_default_learning_rate_of_its_version(tmp_path: 
 
     def resumed(name: str, saved: str) -> Plan:
         old = begun(tmp_path / name, plan_of("finetune=none", saved).config)
-        config = load_config(["data=mock", *full, f"run.dir={old}"], CONF)
-        return resolve(config, 1, exists=lambda path: True)
+        return resolve(load_config(["data=mock", *full, f"run.dir={old}"], CONF), 1, exists=lambda path: True)
 
     old = resumed("old", "optim.lr=3e-4")  # the default of older versions
     assert (old.config.optim.lr, old.config.optim.min_lr) == (3e-4, 3e-4 / 10)

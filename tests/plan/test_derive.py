@@ -226,8 +226,7 @@ def test_quantizing_needs_torchao(installed: str | None, monkeypatch: pytest.Mon
     (problem,) = problems_of(make(**changes))
     assert problem.field == "finetune.frozen_dtype" and (installed or "no torchao") in problem.rule
     assert problem.instead.endswith(f"{pip_install(extra='quantize')}, or write finetune.frozen_dtype=bf16")
-    plan = resolve(make(**changes, dry_run=True), 1)  # may be of another machine
-    assert any(pip_install(extra="quantize") in note for note in plan.notes)
+    assert any(pip_install(extra="quantize") in note for note in resolve(make(**changes, dry_run=True), 1).notes)
     assert not problems_of(make(**parse_settings(f"{WIDE} frozen_dtype=bf16")))
 
 

@@ -36,8 +36,7 @@ TINY = (
 def plain(folder: Path, *arguments: str) -> list[float]:
     """The losses of an uninterrupted run on this machine, by hand, without Slurm: a thread a rank, as on its nodes."""
     command = [sys.executable, str(ROOT / "train.py"), *arguments, f"run.dir={folder}"]
-    variables = environment(OMP_NUM_THREADS="1")
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     return losses(folder)
 
@@ -128,8 +127,7 @@ class Job:
     @property
     def facts(self) -> dict[str, str]:
         """Return the fields of ``scontrol show job``."""
-        line = self.lab.command("scontrol", "-o", "show", "job", str(self.number))
-        return dict(re.findall(r"(\S+?)=(\S*)", line))
+        return dict(re.findall(r"(\S+?)=(\S*)", self.lab.command("scontrol", "-o", "show", "job", str(self.number))))
 
     @property
     def nodes(self) -> list[str]:

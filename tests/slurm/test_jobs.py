@@ -104,8 +104,7 @@ def seconds_run(job: Job) -> int:
 def test_a_job_survives_time_limit_preemption_and_a_lost_node(lab: Lab, tmp_path: Path) -> None:
     folder, go = tmp_path / "run", tmp_path / "go"
     checkout = lab.checkout_with(tmp_path, PACED_TRAIN.format(go=str(go), seconds=2.0))
-    options = ["--nodes=4", "--time=60", "--signal=B:USR1@100", checkout]
-    job = lab.submit(options, [*LONG, f"run.dir={folder}"])
+    job = lab.submit(["--nodes=4", "--time=60", "--signal=B:USR1@100", checkout], [*LONG, f"run.dir={folder}"])
 
     reached(job, folder, 2)
     # In minutes since the job's start; the end is then 40 to 100 s away: time for Slurm's look and for saving.
@@ -243,6 +242,5 @@ def test_launch_hosts_starts_ranks_on_other_nodes(lab: Lab, expected: list[float
     assert losses(tmp_path / "run") == expected
     shown = re.sub(r" {2,}", "  ", done.stdout)
     assert "0  n2  0-1  10.77.0.2  eth0" in shown and "1  n3  2-3  10.77.0.3  eth0" in shown
-    events = [json.loads(line)["event"] for line in (tmp_path / "events").read_text().splitlines()]
-    assert events == ["start", "end"]
+    assert [json.loads(line)["event"] for line in (tmp_path / "events").read_text().splitlines()] == ["start", "end"]
     assert read_metrics(tmp_path / "run/metrics.jsonl") and os.path.exists(tmp_path / "run/config.yaml")

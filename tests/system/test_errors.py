@@ -242,5 +242,4 @@ def test_other_errors_are_not_explained_by_a_limit(limited: dict[int, int]) -> N
 def test_a_run_may_open_many_files() -> None:
     program = "import resource; from megatron_llama.system.ulimits import raise_file_limit; raise_file_limit()"
     line = f"ulimit -Sn 99; ulimit -Hn 999; {sys.executable} -c '{program}; print(resource.getrlimit(7))'"
-    done = run_command("bash", "-c", line)
-    assert done.stdout == "(999, 999)\n" and resource.RLIMIT_NOFILE == 7
+    assert run_command("bash", "-c", line).stdout == "(999, 999)\n" and resource.RLIMIT_NOFILE == 7

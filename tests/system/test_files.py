@@ -220,6 +220,13 @@ def test_a_failed_writer_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
 
 
+def test_a_device_is_written_not_replaced(tmp_path: Path) -> None:
+    (device := tmp_path / "device").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=f"No space left on device: '{device}'"):
+        write_atomically(device, "text")
+    assert device.is_char_device() and os.readlink(device) == "/dev/full" and len(list(tmp_path.iterdir())) == 1
+
+
 @pytest.mark.parametrize(
     ("state", "is_orphan"),
     [

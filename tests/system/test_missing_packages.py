@@ -95,8 +95,7 @@ def test_a_namespace_is_not_its_package(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_without_any_package(command: str, tmp_path: Path) -> None:
-    words = WORDS.get(command, "--help").format(folder=tmp_path).split()
-    done = run("-S", command, *words)
+    done = run("-S", command, *WORDS.get(command, "--help").format(folder=tmp_path).split())
     assert "Traceback" not in done.stderr
     if command in NEED_NOTHING:
         assert done.returncode == 0
@@ -240,8 +239,7 @@ for text in ("No CUDA runtime is found, using CUDA_HOME='/usr'", "no nvcc"):
 for name in ("megatron/core/block", "megatron/other"):
     warnings.warn_explicit("invalid escape sequence '\\\\-'", SyntaxWarning, f"/lib/{name}.py", 1)
 """
-    done = run_command(sys.executable, "-c", code)
-    shown = [line for line in done.stderr.splitlines() if not line.startswith(" ")]
+    shown = [line for line in run_command(sys.executable, "-c", code).stderr.splitlines() if not line.startswith(" ")]
     assert shown == ["no nvcc", "/lib/megatron/other.py:1: SyntaxWarning: invalid escape sequence '\\-'"]
 
 
@@ -253,8 +251,7 @@ NEEDED = ("megatron_llama", "data_prep", "scripts", "conf", "docs", "train.py")
 
 def commands() -> list[str]:
     """Return the page's commands without the installation; a quoted text may have several lines."""
-    text = "\n".join(BLOCKS[1:])
-    return [command for command in re.split(r"\n+(?=mkdir|python|echo)", text.strip()) if command]
+    return [command for command in re.split(r"\n+(?=mkdir|python|echo)", "\n".join(BLOCKS[1:]).strip()) if command]
 
 
 def test_installation_and_ten_commands() -> None:

@@ -184,8 +184,7 @@ def test_observing_a_disk_leaves_no_files(tmp_path: Path) -> None:
 def test_disk_need_counts_checkpoints() -> None:
     settings: dict[str, Any] = {"checkpoint.every_steps": 10, "trainer.steps": 95, "checkpoint.keep": 2}
     plan = resolve(make(**settings), 1)
-    need = examination.disk_need(plan)
-    assert need == Need(plan.whole.trained * (4 + 2 * 4), 3), "two, and the one being written"
+    assert examination.disk_need(plan) == Need(plan.whole.trained * (4 + 2 * 4), 3), "two, and the one being written"
     settings["checkpoint.keep"] = None
     assert examination.disk_need(resolve(make(**settings), 1)).retained == 10, "at 10, 20 ... 90 and at the end"
 

@@ -116,8 +116,7 @@ def test_trainium_nodes_have_32_ranks() -> None:
 
 
 def test_plan_for_16_384_devices() -> None:
-    overrides = [*WORDS_70B, "trainer.pp=16", "trainer.global_batch_size=2048", "cluster.nodes=2048"]
-    forecast = forecast_run(overrides)
+    forecast = forecast_run([*WORDS_70B, "trainer.pp=16", "trainer.global_batch_size=2048", "cluster.nodes=2048"])
     assert forecast.devices == 16_384 and forecast.job.dp == 128
     assert len(forecast.scaling) == 1 and forecast.goodput.failures_a_day == pytest.approx(7.86, abs=0.01)
 

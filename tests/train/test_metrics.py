@@ -92,8 +92,7 @@ def test_metric_names_of_nemo_and_transformers(tmp_path: Path) -> None:
     peaks = [max(throughput[: step + 1]) for step in range(6)]
     assert [record["throughput_peak"] for record in records] == pytest.approx(peaks)
     assert ["train_samples_per_second" in record for record in records] == [False] * 3 + [True] * 3
-    after_warm_up = [record["train_samples_per_second"] for record in records[3:]]
-    assert after_warm_up == pytest.approx([8 / 2, 16 / 6, 24 / 8])
+    assert [record["train_samples_per_second"] for record in records[3:]] == pytest.approx([8 / 2, 16 / 6, 24 / 8])
 
 
 def test_resume_keeps_the_throughput_peak_and_restarts_warm_up(tmp_path: Path) -> None:

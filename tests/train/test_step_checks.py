@@ -210,8 +210,7 @@ def alone(sampling: list[str]) -> list[str]:
 def test_samples_continue_their_prompts(alone: list[str], sampling: list[str]) -> None:
     assert len(alone) == 2 and alone[0].startswith("walking") and alone[1].startswith("open jumps")
     assert all(len(text) > len("open jumps") for text in alone)
-    other = on_ranks(continue_prompts, make_plan(1, *sampling, "trainer.seed=7"))[0]
-    assert other != alone
+    assert on_ranks(continue_prompts, make_plan(1, *sampling, "trainer.seed=7"))[0] != alone
     assert on_ranks(continue_prompts, make_plan(1, *sampling, "logging.sample_prompts=[]"))[0] == []
 
 

@@ -50,8 +50,7 @@ def test_straggler_is_reported_once_and_when_it_recovers() -> None:
 def test_ranks_are_compared_with_their_peers_or_their_history() -> None:
     """The slower of two ranks is named; the last stage, with the output head, is compared with itself."""
     assert changes(Stragglers([0, 0]), [1.0, 2.0], [1.0, 2.0])[-1] == ([1], [])
-    busy = [1.0, 1.0, 3.0, 3.0]
-    assert changes(Stragglers([0, 0, 1, 1]), *[busy] * 3)[-1] == ([], [])
+    assert changes(Stragglers([0, 0, 1, 1]), *[[1.0, 1.0, 3.0, 3.0]] * 3)[-1] == ([], [])
     assert changes(Stragglers([0, 0, 1, 1]), *[[1.0, 1.0, 3.0, 5.0]] * 2)[-1] == ([3], [])
     before, after = [1.0, 3.0], [1.0, 6.0]
     watch = Stragglers([0, 1])

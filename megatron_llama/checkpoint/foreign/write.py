@@ -78,8 +78,9 @@ def _write(
                 planner=planner,
                 no_dist=True,
             )
-        except CheckpointException as error:  # of one process: its own error is the reason
-            raise next(iter(error.failures.values()))[0] from None
+        except CheckpointException as error:  # of one process; after a failed write torch.save raises another error
+            failure = next(iter(error.failures.values()))[0]
+            raise (failure.__context__ if isinstance(failure.__context__, OSError) else failure) from None
     return size
 
 

@@ -136,8 +136,7 @@ def _open_channel(store: dist.Store, rank: int, size: int, timeout: timedelta) -
     Returns None on all ranks if they cannot share memory: on several machines, in several containers, not on Linux.
     """
     # The store may hold keys of earlier groups of the same name.
-    earlier = (store.add("joined", 1) - 1) // size
-    store = dist.PrefixStore(str(earlier), store)
+    store = dist.PrefixStore(str((store.add("joined", 1) - 1) // size), store)
     if rank == 0:
         token = secrets.token_hex(16)
         opened = _create(size, token)

@@ -41,8 +41,7 @@ class ExactSums:
         self.rank, tp = topology.place["tp"], topology.sizes["tp"]
         self.blocks = num_blocks(plan.model)
         self.tree = Tree(self.blocks, groups["tp"] if tp > 1 else None)
-        queries = plan.model.num_attention_heads // kv_heads(plan.model)
-        self.kv_tree = Tree(queries, replicated.kv_group)
+        self.kv_tree = Tree(plan.model.num_attention_heads // kv_heads(plan.model), replicated.kv_group)
         context = groups["cp"] if topology.sizes["cp"] > 1 else None
         self.context, self.attend = Context(context), layers.SharedHeads(self.kv_tree, context)
         # With more ranks than kv heads, the first of the ranks with a copy counts a head.

@@ -410,8 +410,7 @@ class NemoConversion(Conversion):
     def loggers(self) -> None:
         key = "exp_manager.create_wandb_logger"
         if self.get(key) is not None:
-            is_offline = self.get("exp_manager.wandb_logger_kwargs.offline", False)
-            mode = "offline" if is_offline else "online"
+            mode = "offline" if self.get("exp_manager.wandb_logger_kwargs.offline", False) else "online"
             self.convert_key(key, "logging.wandb", mode if self.values[key] else "off")
 
     def _checkpoint_interval(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_llama.config.data_settings import is_template_file
 from megatron_llama.config.rope import longest_sequence
 from megatron_llama.config.settings import CHAT_TEMPLATES
+from megatron_llama.system.files import write_atomically
 from megatron_llama.system.progress import ProgressBar
 from megatron_llama.tools.inference.arguments import Measure, OpenedModel, Problems, Task, model_parser, run_task
 from megatron_llama.tools.inference.sampling import flag_of
@@ -93,10 +95,14 @@ def _check(arguments: argparse.Namespace, problems: Problems) -> None:
     if arguments.max_tokens is not None and arguments.max_tokens < 2:
         rule = "must be at least 2, because the first token is not predicted"
         problems.add("--max-tokens", arguments.max_tokens, rule, "remove --max-tokens")
-    folder = arguments.output.absolute().parent if arguments.output else None
-    if folder is not None and not folder.is_dir():
-        rule = f"folder not found: {folder}"
-        problems.add("--output", str(arguments.output), rule, "create the folder, or write another path")
+    if (output := arguments.output) is not None:
+        folder = output.absolute().parent
+        if not folder.is_dir():
+            rule = f"folder not found: {folder}"
+            problems.add("--output", str(output), rule, "create the folder, or write another path")
+        elif output.is_dir() or not os.access(folder, os.W_OK):
+            rule = "is a folder" if output.is_dir() else f"no permission to write to {folder}"
+            problems.add("--output", str(output), rule, "write the path of a file")
 
 
 def _task(is_known: bool, arguments: argparse.Namespace, opened: OpenedModel, problems: Problems) -> Task | None:
@@ -144,7 +150,7 @@ def _run(measure: Measure, output: Path | None, generator: Generator, opened: Op
     }
     sys.stdout.write(describe(report) + "\n")
     if output is not None:
-        output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_atomically(output, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
 
 
 def template_name(text: str) -> str:

@@ -99,8 +99,7 @@ def measure_records(
     if template.labels:
         return report | label_accuracy(generator, records, template, rows, progress)
     assert opened.tokenizer is not None
-    decode = opened.tokenizer.decode
-    accuracy = answer_accuracy(generator, records, template, decode, rows, most, progress)
+    accuracy = answer_accuracy(generator, records, template, opened.tokenizer.decode, rows, most, progress)
     return report | {"max_new_tokens": most} | accuracy
 
 

@@ -204,8 +204,7 @@ class HarnessModel(TemplateLM):
         return list(order.get_original(texts))
 
     def _cut(self, answer: Answer, generation: Generation) -> str:
-        end = self._text.decode([self.eot_token_id], skip_special=False)
-        until = [*generation.until, end]
+        until = [*generation.until, self._text.decode([self.eot_token_id], skip_special=False)]
         return str(postprocess_generated_text(self._text.decode(answer.ids), until, None))
 
     def _run(self, name: str, *arguments: Any) -> Any:

@@ -114,8 +114,7 @@ def folder_defaults(content: Mapping[str, Any], given: Mapping[str, Any]) -> tup
         rule, is_valid, _ = _LIMITS.get(name, ("", bool, ""))
         is_number = isinstance(value, int | float) and isinstance(value, bool) == (name == "greedy")
         if not (is_number and is_valid(value)):
-            instead = f"correct the file, or write {flag_of(name)}"
-            problems.append(Problem(FILE, value, f"{name} {rule}", instead))
+            problems.append(Problem(FILE, value, f"{name} {rule}", f"correct the file, or write {flag_of(name)}"))
     return fields, problems
 
 

@@ -119,8 +119,7 @@ def _load_calibration(cluster: ClusterConfig) -> Calibration:
 
 def forecast_local(config: Config, cluster: ClusterConfig, calibration: Calibration) -> Forecast:
     """Return the forecast of a run with all ranks on this machine; raise ConfigError for an invalid config."""
-    ranks = Grid.of(config.trainer).world_size
-    plan = resolve(config, ranks, exists=lambda path: True)
+    plan = resolve(config, Grid.of(config.trainer).world_size, exists=lambda path: True)
     job = job_of_plan(plan)
     device, _ = this_machine.calibrated_spec(calibration, job)
     time = this_machine.local_step_time(plan, calibration)
@@ -207,8 +206,7 @@ def report_lines(forecast: Forecast) -> Iterator[str]:
     grid = f"tp {job.tp} x pp {job.pp}{virtual}{context} x dp {job.dp}, zero {job.zero}"
     batches = "batch" if job.num_microbatches == 1 else "batches"
     micro = f"{job.num_microbatches:,} micro {batches} of {job.micro_batch}"
-    text = f"{grid}{', sp' if job.sp else ''}, recompute {job.recompute}, {micro}"
-    yield from wrap_lines(text, rest="  ")
+    yield from wrap_lines(f"{grid}{', sp' if job.sp else ''}, recompute {job.recompute}, {micro}", rest="  ")
     yield batch_line(plan.config, forecast.hardware)
     for section in (_memory, _time, _run, _scaling):
         yield from ("", *section(forecast))

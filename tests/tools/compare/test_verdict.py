@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 import re
 import struct
 from collections.abc import Callable, Iterable, Sequence
@@ -108,8 +109,7 @@ def write(tmp_path: Path) -> Write:
 @pytest.mark.parametrize("steps", [16, 20, STEPS])
 def test_a_constant_gap_is_measured_and_judged(write: Write, gap: float, agree: bool, steps: int) -> None:
     a = write("a", falling(steps))
-    b = write("b", falling(steps) * (1 + gap))
-    result = compared(a, b, tolerance=0.01)
+    result = compared(a, write("b", falling(steps) * (1 + gap)), tolerance=0.01)
     one = result.compared[0]
     assert result.agree is (abs(gap) < 0.01)
     assert one.largest == pytest.approx(gap) and one.area == pytest.approx(abs(gap))
@@ -207,8 +207,7 @@ def test_different_steps_are_aligned_on_samples(write: Write, batch: int) -> Non
     fine = np.repeat(np.random.default_rng(3).uniform(1, 4, SAMPLES // 48), 48)  # a loss for each sample
     per_step = [fine.reshape(-1, size).mean(axis=1) for size in (BATCH, batch)]
     a = write("a", per_step[0])
-    b = write("b", per_step[1], batch=batch)
-    result = compared(a, b, tolerance=1e-9)
+    result = compared(a, write("b", per_step[1], batch=batch), tolerance=1e-9)
     assert result.grid.width == max(batch, BATCH)
     assert result.agree and result.compared[0].area < 1e-12
 
@@ -475,6 +474,15 @@ def test_report_files(
     assert not re.search(r"https?:|<script|<link|url\(|@import|file:", outside), "the page is self-contained"
     assert r"&lt;cpu&gt; &amp; $\frac$" in outside and "<cpu>" not in outside
     assert 'name="viewport"' in outside
+
+
+def test_a_full_disk_keeps_the_last_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        write_metrics(tmp_path / name, falling(200))
+    (tmp_path / "report.png").write_text("last")
+    monkeypatch.setattr(os, "fsync", lambda file: os.write(os.open("/dev/full", os.O_WRONLY), b"text"))
+    assert main([str(tmp_path / name) for name in ("a", "b")] + ["--out", str(tmp_path / "report")]) == 2
+    assert (tmp_path / "report.png").read_text() == "last"
 
 
 def test_short_runs_and_errors_exit_with_2(

@@ -188,8 +188,7 @@ def test_small_models_are_bound_by_the_host() -> None:
 
 
 def test_names_that_programs_and_published_tables_print() -> None:
-    spellings = GoldenFiles.commands("tools/forecast/spellings.txt")
-    pairs = [(spelling, find_device(spelling)) for spelling in spellings]
+    pairs = [(spelling, find_device(spelling)) for spelling in GoldenFiles.commands("tools/forecast/spellings.txt")]
     page = "\n".join(f"$ {spelling}\n{device.name if device else 'unknown'}" for spelling, device in pairs)
     GoldenFiles.check("tools/forecast/spellings.txt", page)
 

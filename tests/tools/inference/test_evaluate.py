@@ -342,6 +342,7 @@ REFUSALS = [
     "--labelled nothing.tsv --seq-length 9 --num-fewshot 2",
     "--labelled nothing.tsv --template gsm8k",
     "--generative x.jsonl --dataset some_text_document",
+    "--dataset some_text_document --output hf",
 ]
 
 

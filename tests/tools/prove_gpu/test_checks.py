@@ -263,8 +263,7 @@ def test_a_process_ends_with_its_children(tmp_path: Path) -> None:
     assert process.status == 0 and process.output.splitlines() == ['{"a": 1}', "the end"]
     with held.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # once the child has ended
-    printed = session(tmp_path, lambda *_: process)
-    assert printed.module("smoke", "attention") == {"a": 1}, "the last line that parses"
+    assert session(tmp_path, lambda *_: process).module("smoke", "attention") == {"a": 1}, "the last line that parses"
     threading.Timer(0.2, one.stopping.set).start()
     with pytest.raises(NotRun, match="stopped by a signal"):  # and so does a process that still runs
         one.run("smoke", ["-c", "import signal; signal.pause()"])

@@ -192,8 +192,7 @@ def test_runs_have_valid_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     one.start = lambda *_: Process(1, "")
     (selected,) = [each for each in cli.parts() if each.name == part]
     (result,) = run_parts([selected], one)
-    faults = [each.detail for each in result.results if "Error" in each.detail]
-    assert planned and not faults
+    assert planned and not [each.detail for each in result.results if "Error" in each.detail]
 
 
 # Parity: the recorded losses are the CPU's, and a wrong value is found.

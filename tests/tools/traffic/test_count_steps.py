@@ -202,8 +202,7 @@ def test_unknown_collectives_and_groups_raise(case: str, message: str) -> None:
 def measure(folder: Path, *layout: str) -> tuple[int, str]:
     """Return the exit status and the output of ``--measure`` in a fork."""
     arguments, output = ["--measure", *SHAPE, *layout, "trainer.global_batch_size=4"], folder / "output"
-    status = run_forked(partial(_exit_with_main, arguments), output, output, 200)
-    return status, output.read_text()
+    return run_forked(partial(_exit_with_main, arguments), output, output, 200), output.read_text()
 
 
 def _exit_with_main(arguments: list[str]) -> None:
