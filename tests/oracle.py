@@ -32,19 +32,10 @@ from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 STEPS = 3
-SHAPE = (
-    "data=mock",
-    "device=cpu",
-    "model.vocab_size=64",
-    "model.hidden_size=32",
-    "model.intermediate_size=64",
-    "model.num_hidden_layers=4",
-    "model.num_attention_heads=4",
-    "model.num_key_value_heads=2",
-    "data.seq_length=16",
-    "trainer.global_batch_size=8",
-    "trainer.micro_batch_size=2",
-    "trainer.steps=20",
+SHAPE = tuple(
+    "data=mock device=cpu model.vocab_size=64 model.hidden_size=32 model.intermediate_size=64 model.num_hidden_layers=4"
+    " model.num_attention_heads=4 model.num_key_value_heads=2 data.seq_length=16 trainer.global_batch_size=8"
+    " trainer.micro_batch_size=2 trainer.steps=20".split()
 )
 SMALL = (
     *SHAPE,

@@ -266,11 +266,9 @@ def _from_mpirun(environ: Mapping[str, str], names: Sequence[str]) -> ProcessCon
     else:
         port = _DEFAULT_PORT
     if not address and not read.problems:
-        option = "-x" if names is _OPEN_MPI else "-genv"
-        separator = "=" if names is _OPEN_MPI else " "
+        option, separator = ("-x", "=") if names is _OPEN_MPI else ("-genv", " ")
         read.add_missing("MASTER_ADDR", f"write mpirun {option} MASTER_ADDR{separator}HOST ..., the host of rank 0")
-    ranks = rank, world_size, local_rank, local_ranks
-    return read.context(ranks, address, read.number("MASTER_PORT", port), job)
+    return read.context((rank, world_size, local_rank, local_ranks), address, read.number("MASTER_PORT", port), job)
 
 
 def _launcher_pid(rank_variable: str) -> int:

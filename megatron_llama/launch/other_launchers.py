@@ -85,8 +85,7 @@ def join(plan: Plan, world: World, context: ProcessContext, entry: Entry, prints
         master = (context.master_addr, context.master_port)
         share = LocalRanks(ranks, plan.world_size, first, master, board, output_dir, hang_seconds)
         obey = partial(follow_control_line, partial(os._exit, EXIT_FAILED)) if context.launcher == "hosts" else None
-        start = logged_start if context.rank == 0 else start_ranks
-        return start(plan, entry, share, while_running=obey)
+        return (logged_start if context.rank == 0 else start_ranks)(plan, entry, share, while_running=obey)
 
 
 def _join_rendezvous(

@@ -447,8 +447,11 @@ def write_trained_template(settings: Mapping[str, Any], folder: Path) -> int | N
         source = template.source if isinstance(template, Jinja) else template.jinja(tokenizer, add_bos)
         _rewrite(folder / "chat_template.jinja", source)
         (folder / "chat_template.json").unlink(missing_ok=True)
-        if content.pop("chat_template", None) is not None:
-            _rewrite(settings_file, json.dumps(content, indent=2) + "\n")
+        # "legacy": transformers too begins each text after a control token with the space that sentencepiece prepends.
+        is_llama = tokenizer.library == "sentencepiece" or "LlamaTokenizer" in str(content.get("tokenizer_class"))
+        legacy = {"legacy": True} if is_llama and not isinstance(template, Jinja) else {}
+        if content.pop("chat_template", None) is not None or legacy:
+            _rewrite(settings_file, json.dumps(content | legacy, indent=2) + "\n")
     return end_of_answer(template, tokenizer)[0]
 
 

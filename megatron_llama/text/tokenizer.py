@@ -119,9 +119,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     library = package = "sentencepiece"
 
-    def __init__(self, file: Path, *, adds_bos: bool = False, folder: Path | None = None) -> None:
+    def __init__(self, file: Path, *, adds_bos: bool = False, folder: Path | None = None, legacy: bool = False) -> None:
         """``folder``: Hugging Face folder of the model, which may have a chat template. Raises TokenizerError."""
-        self.path, self.file = folder or file, file
+        self.path, self.file, self._legacy = folder or file, file, legacy
         self._processor = read_sentencepiece(file)
         bos, end = self._processor.bos_id(), self._processor.eos_id()  # -1: no such token
         self.bos = bos if bos >= 0 else None
@@ -145,15 +145,15 @@ class SentencePieceTokenizer(Tokenizer):
         return self._parsed_spans(text) if parse_special else self._plain_spans(text)
 
     def _parsed_spans(self, text: str) -> Spans:
-        """Encode the text between names of control tokens as transformers' LlamaTokenizer (legacy=False) does: only
-        the beginning of the whole text gets the space that sentencepiece prepends."""
+        """Encode the text between names of control tokens as transformers' LlamaTokenizer does. Without ``legacy``
+        only the beginning of the whole text gets the space that sentencepiece prepends."""
         result, position = Spans([], [], []), 0
         names = sorted(self._special, key=len, reverse=True)
         for part in re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]:
             if part in self._special:
                 encoded = Spans([self._special[part]], [0], [len(part)])
             else:
-                encoded = self._plain_spans(part) if position == 0 else self._continued_spans(part)
+                encoded = self._plain_spans(part) if self._legacy or not position else self._continued_spans(part)
             result.ids.extend(encoded.ids)
             result.starts.extend(position + start for start in encoded.starts)
             result.ends.extend(position + end for end in encoded.ends)
@@ -284,7 +284,8 @@ def open_tokenizer(path: Path, new_tokens: NewTokens = NO_TOKENS) -> Tokenizer:
         return HuggingFaceTokenizer(path, new_tokens)
     settings = read_settings(file.parent / SETTINGS)
     adds_bos = path.is_dir() if settings is None else bool(settings.get("add_bos_token", True))
-    return SentencePieceTokenizer(file, adds_bos=adds_bos, folder=path if path.is_dir() else None)
+    legacy = bool((settings or {}).get("legacy", False))
+    return SentencePieceTokenizer(file, adds_bos=adds_bos, folder=path if path.is_dir() else None, legacy=legacy)
 
 
 def tokenizer_file(path: str | Path) -> Path:

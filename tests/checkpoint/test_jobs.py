@@ -121,23 +121,11 @@ def test_an_echo_is_ignored_and_a_second_signal_ends_the_process(
 
 
 # All phases of a run, in order.
-PHASES = [
-    "opening the device",
-    "meeting the other ranks",
-    "building the model",
-    "opening the data",
-    "building the optimizer",
-    "loading",
-    "the first measurements",
-    "step 1",
-    "validation after step 1",
-    "validation after step 1: sequence 0 of 8",
-    "saving step 1",
-    "saving step 1, the last",
-    "the last checks and samples",
-    "exporting",
-    "leaving the other ranks",
-]
+PHASES = (
+    "opening the device; meeting the other ranks; building the model; opening the data; building the optimizer; "
+    "loading; the first measurements; step 1; validation after step 1; validation after step 1: sequence 0 of 8; "
+    "saving step 1; saving step 1, the last; the last checks and samples; exporting; leaving the other ranks"
+).split("; ")
 ALL_PHASES = [*TP2, "trainer.steps=1", "trainer.val_every_steps=1", "trainer.val_steps=1", "checkpoint.every_steps=1"]
 
 

@@ -28,7 +28,7 @@ from megatron_llama.text.chat_template import (
     write_trained_template,
 )
 from megatron_llama.text.conversation import Turn
-from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from megatron_llama.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer, open_tokenizer
 from megatron_llama.tools.inference import chat
 from megatron_llama.tools.inference.chat import ChatSession, PromptBuilder, open_prompt_builder
 from megatron_llama.tools.inference.generator import Answer
@@ -224,6 +224,25 @@ def test_an_export_says_it_to_others(folders: Path, tmp_path: Path, name: str) -
     assert rendered[0] == theirs.convert_tokens_to_ids("<|begin|>")
     ends = json.loads((hf / "generation_config.json").read_text())["eos_token_id"]
     assert set([ends] if isinstance(ends, int) else ends) == {0, *prompts.stop}
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+@pytest.mark.parametrize("template", ["dialogue", "plain"])
+def test_an_export_of_llamas_tokenizer_says_it_to_others(tmp_path: Path, template: str, is_json: bool) -> None:
+    from transformers import AutoTokenizer
+
+    train_sentencepiece(tmp_path / "tokenizer", normalization_rule_name="identity", remove_extra_whitespaces=False)
+    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if is_json:
+        AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    prompts = PromptBuilder(open_tokenizer(tmp_path), TrainedTemplate(template))
+    write_trained_template({"data": {"kind": "sft", "prefixes": [], "chat_template": template}}, tmp_path)
+    ours = PromptBuilder(open_tokenizer(tmp_path), TrainedTemplate("own"))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for turns in (TALK[:2], TALK[:4]):
+        ids = theirs.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        assert ids == prompts.ids(turns) and (is_json or ids == ours.ids(turns))
 
 
 def test_a_run_with_the_own_template_only_adds_its_end(folders: Path, tmp_path: Path) -> None:
