@@ -94,8 +94,7 @@ def _yarn(model: ModelConfig, scaling: RopeScaling, length: int) -> torch.Tensor
 def _longrope(model: ModelConfig, scaling: RopeScaling, length: int) -> torch.Tensor:
     """LongRoPE: each frequency has its own divisor, by whether ``length`` exceeds the original context."""
     factors = scaling.long_factor if length > original_context(model) else scaling.short_factor
-    divisors = torch.tensor(factors, dtype=torch.float32, device=HOST)
-    return 1.0 / (divisors * _wavelengths(model, model.rope_theta))
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=HOST) * _wavelengths(model, model.rope_theta))
 
 
 def _llama3(model: ModelConfig, scaling: RopeScaling, length: int) -> torch.Tensor:

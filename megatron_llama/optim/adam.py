@@ -96,8 +96,7 @@ class ElementwiseAdam(KernelAdam):
             root=corrections[1].sqrt().float(),
             rate=(group["lr"] / corrections[0]).float(),
         )
-        moments = state["exp_avg"], state["exp_avg_sq"]
-        self._kernels.elementwise_adam_(weight.detach(), grad, *moments, numbers)
+        self._kernels.elementwise_adam_(weight.detach(), grad, state["exp_avg"], state["exp_avg_sq"], numbers)
 
 
 def _build(inputs: OptimizerInputs, *, decoupled: bool) -> ShardOptimizer:

@@ -182,8 +182,6 @@ class Footprint:
 
 def microbatches_in_flight(job: Job, stage: int) -> float:
     """Return the micro batches in flight on a stage, in multiples of the whole stage (arXiv:2104.04473)."""
-    if job.pp == 1:
-        return 1.0
     if job.vpp == 1:
         return min(job.num_microbatches, job.pp - stage)
     chunks = 2 * (job.pp - stage - 1) + (job.vpp - 1) * job.pp + 1

@@ -248,10 +248,13 @@ class HuggingFaceTokenizer(Tokenizer):
     @cached_property
     def _plain(self) -> Any:
         """The tokenizer without its post-processor, which would trim spaces off the spans of tokens."""
-        from tokenizers import processors
+        from tokenizers import pre_tokenizers, processors
 
         tokenizer = read_tokenizer_json(self.file, self.new_tokens)
         tokenizer.post_processor = processors.Sequence([])
+        legacy = (read_settings(self.file.parent / SETTINGS) or {}).get("legacy")
+        if legacy and isinstance(tokenizer.pre_tokenizer, pre_tokenizers.Metaspace):
+            tokenizer.pre_tokenizer.prepend_scheme = "always"  # as transformers' LlamaTokenizer
         return tokenizer
 
     def _find_end(self, folder: Path) -> int | None:
