@@ -27,6 +27,8 @@ NAMES = tuple(name for name in DEVICES if name != "auto")
 """Names of devices, in the order of ``auto``."""
 # torch's extension builder, which Inductor and megatron-core import also with device=cpu, warns of a missing GPU.
 logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in record.getMessage())
+for _package in ("torchao", "torch.utils._pytree"):  # at torchao's import: libraries of kernels that are not used here
+    logging.getLogger(_package).setLevel(logging.ERROR)
 HOST = "cpu"
 """torch's name of the host, which every machine has."""
 

@@ -14,7 +14,6 @@ layers nor the row splits of ``fully_shard``. Plain uint8 tensors work with both
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Any
 
@@ -37,8 +36,6 @@ _PAIRS: dict[torch.device, torch.Tensor] = {}
 """Result of ``_values_of_bytes`` per device."""
 _MOST_VALUES = 2**20
 """Values quantized together. torchao compares each value with all 16 levels, which takes 64 bytes per value."""
-for _package in ("torchao", "torch.utils._pytree"):  # at torchao's import: libraries of kernels that are not used here
-    logging.getLogger(_package).setLevel(logging.ERROR)
 
 
 @torch.no_grad()
@@ -51,11 +48,12 @@ def quantize(values: torch.Tensor, kind: str) -> torch.Tensor:
         values: fp32, with columns a multiple of QUANTIZATION_BLOCK.
         kind: int8 or nf4.
     """
+    pack = {"int8": _pack_int8, "nf4": _pack_nf4}[kind]
     at_once = max(1, _MOST_VALUES // values.shape[1])
     packed = values.new_empty(len(values), quantized_bytes(kind, values.shape[1]), dtype=torch.uint8)
     for first in range(0, len(values), at_once):
         rows = values[first : first + at_once].contiguous()
-        packed[first : first + at_once] = torch.cat({"int8": _pack_int8, "nf4": _pack_nf4}[kind](rows), dim=1)
+        packed[first : first + at_once] = torch.cat(pack(rows), dim=1)
     return packed
 
 
@@ -126,7 +124,8 @@ def _linear(kind: str, input: torch.Tensor, weight: torch.Tensor, bias: None, **
         input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=how["tp_group"])
     elif how["allreduce_dgrad"]:
         input = copy_to_tensor_model_parallel_region(input, group=how["tp_group"])
-    return _QuantizedLinear.apply(input, weight, kind)  # type: ignore[no-any-return]
+    output: torch.Tensor = _QuantizedLinear.apply(input, weight, kind)
+    return output
 
 
 class _QuantizedLinear(torch.autograd.Function):

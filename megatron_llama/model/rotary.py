@@ -144,5 +144,4 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Compute ``rotate``."""
     first, second = x.float().chunk(2, dim=-1)
-    rotated_half = torch.cat((-second, first), dim=-1)
-    return (x.float() * cos + rotated_half * sin).type_as(x)
+    return (x.float() * cos + torch.cat((-second, first), dim=-1) * sin).type_as(x)

@@ -252,9 +252,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
         tokenizer = read_tokenizer_json(self.file, self.new_tokens)
         tokenizer.post_processor = processors.Sequence([])
-        legacy = (read_settings(self.file.parent / SETTINGS) or {}).get("legacy")
-        if legacy and isinstance(tokenizer.pre_tokenizer, pre_tokenizers.Metaspace):
-            tokenizer.pre_tokenizer.prepend_scheme = "always"  # as transformers' LlamaTokenizer
+        settings = read_settings(self.file.parent / SETTINGS) or {}
+        is_legacy = settings.get("legacy") and "LlamaTokenizer" in str(settings.get("tokenizer_class"))
+        if is_legacy and isinstance(tokenizer.pre_tokenizer, pre_tokenizers.Metaspace):
+            tokenizer.pre_tokenizer.prepend_scheme = "always"  # as in transformers, whose other classes ignore the flag
         return tokenizer
 
     def _find_end(self, folder: Path) -> int | None:

@@ -223,7 +223,6 @@ def test_megatron_core_loads_an_export(saved: tuple[Path, Run], tmp_path: Path) 
 
 
 def test_a_full_disk_is_the_error_of_an_export(saved: tuple[Path, Run], tmp_path: Path) -> None:
-    """torch.save raises a RuntimeError about its file's positions after it."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with ExitStack() as stack, pytest.raises(OSError, match="File too large"):
         stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, limits)

@@ -120,8 +120,7 @@ def test_an_echo_is_ignored_and_a_second_signal_ends_the_process(
     assert (tmp_path / "after the echo").exists()
 
 
-# All phases of a run, in order.
-PHASES = (
+PHASES = (  # of a run, in order
     "opening the device; meeting the other ranks; building the model; opening the data; building the optimizer; "
     "loading; the first measurements; step 1; validation after step 1; validation after step 1: sequence 0 of 8; "
     "saving step 1; saving step 1, the last; the last checks and samples; exporting; leaving the other ranks"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from megatron_llama.plan.memory import rank_memory
 from tests.finetuning import runner
 from tests.finetuning.runner import LORA, Tuned, assert_near, make_plan, tune
 from tests.oracle import CPU, on_ranks, rank_data
+from tests.processes import run_command
 from tests.ranks import run_ranks
 from tests.rows import each_layout
 
@@ -140,7 +140,7 @@ def test_errors_are_within_half_a_step(kind: str, quantized: Quantized) -> None:
 
 def test_torchao_prints_nothing_at_its_import(quantized: Quantized) -> None:
     code = "import torch; from megatron_llama.model import quantized; quantized.quantize(torch.zeros(1, 64), 'nf4')"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stderr == b""
+    assert run_command(sys.executable, "-c", code).stderr == ""
 
 
 def _check_errors(rank: int, kind: str) -> None:

@@ -181,8 +181,7 @@ def test_an_unusable_gpu_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: py
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("the GPU is not used") and max(map(len, lines)) <= WIDTH
     find_world(load_config(["device=cpu"], cli.CONF_DIR), None)
-    context = ProcessContext("srun", 1, 0, 4, 8, "node1", 15000, "7", False)
-    find_world(load_config([], cli.CONF_DIR), context)
+    find_world(load_config([], cli.CONF_DIR), ProcessContext("srun", 1, 0, 4, 8, "node1", 15000, "7", False))
     assert capsys.readouterr().err == "", "the device is named, or another rank reports"
 
 

@@ -118,8 +118,7 @@ def test_wrong_tokenizers_are_refused(tmp_path: Path, preprocess: Run, tokenizer
     (tmp_path / "noise.model").write_bytes(b"\x0a\xff\xffnoise" * 50)
     (tmp_path / "empty.model").write_bytes(b"")
     (tmp_path / "cut.model").write_bytes(tokenizer.read_bytes()[:3000])
-    twice = b"\x0a\x0b\x0a\x02a\xbc\x15\x00\x00\x00\x00\x18\x01" * 2  # quoted in its message, not UTF-8
-    (tmp_path / "twice.model").write_bytes(twice)
+    (tmp_path / "twice.model").write_bytes(b"\x0a\x0b\x0a\x02a\xbc\x15\x00\x00\x00\x00\x18\x01" * 2)  # not UTF-8
     for model, words in [
         (tmp_path / "none.model", ["cannot be read"]),
         (tmp_path / "noise.model", ["not a sentencepiece model, or it is damaged"]),

@@ -106,7 +106,8 @@ def not_utf8(text: str) -> str | None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        return f"is not UTF-8: byte {ord(text[error.start]) & 0xFF:#04x} after {text[: error.start][-20:]!r}"
+        byte = ord(text[error.start]) & 0xFF  # surrogateescape preserves the byte
+        return f"is not UTF-8: byte {byte:#04x} after {text[: error.start][-20:]!r}"
     return None
 
 

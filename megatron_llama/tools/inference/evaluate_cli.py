@@ -100,7 +100,7 @@ def _check(arguments: argparse.Namespace, problems: Problems) -> None:
         if not folder.is_dir():
             rule = f"folder not found: {folder}"
             problems.add("--output", str(output), rule, "create the folder, or write another path")
-        elif output.is_dir() or not os.access(folder, os.W_OK):
+        elif output.is_dir() or not (output.is_char_device() or os.access(folder, os.W_OK)):
             rule = "is a folder" if output.is_dir() else f"no permission to write to {folder}"
             problems.add("--output", str(output), rule, "write the path of a file")
 

@@ -243,6 +243,10 @@ def test_an_export_of_llamas_tokenizer_says_it_to_others(tmp_path: Path, templat
     for turns in (TALK[:2], TALK[:4]):
         ids = theirs.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
         assert ids == ours.ids(turns) == prompts.ids(turns)
+    if is_json:  # other classes ignore the flag
+        (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "legacy": 1}')
+        other = AutoTokenizer.from_pretrained(tmp_path).encode("a</s>b", add_special_tokens=False)
+        assert other == open_tokenizer(tmp_path).spans("a</s>b", parse_special=True).ids
 
 
 def test_a_run_with_the_own_template_only_adds_its_end(folders: Path, tmp_path: Path) -> None:
