@@ -20,7 +20,7 @@ from megatron_llama.config import ConfigError, format_problems
 from megatron_llama.system.errors import run_main
 from megatron_llama.system.exit_status import EXIT_USER
 
-COMMANDS = ("train", "data", "stream", "plan", "planner.published", "planner.fit_planner", "launches", "recovery")
+COMMANDS = ("train", "data", "plan", "planner.published", "planner.fit_planner", "recovery")
 """The modules; the last part of the name is the command."""
 
 

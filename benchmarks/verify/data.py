@@ -2,12 +2,9 @@
 
     python -m benchmarks.verify.data identity \\
         --input data/redpajama_mini --tokenizer-model tokenizer.model
-    python -m benchmarks.verify.data index --tokens 10e9
     python -m benchmarks.verify.data disk --input ... --tokenizer-model ...
 
 identity: compare all token ids with sentencepiece, and both files with megatron-core's builder, byte by byte.
-
-index: build indices of synthetic documents and blend them with megatron-core's datasets; print times, check weights.
 
 disk: fill a small tmpfs (needs root), enlarge it, and resume.
 """
@@ -20,10 +17,8 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from benchmarks.help_format import HelpFormatter
@@ -93,54 +88,6 @@ def _compare(args: argparse.Namespace, inputs: list[str], prefix: Path, document
     )
 
 
-def index(args: argparse.Namespace) -> Iterator[str]:
-    """Write indices of sparse .bin files; build megatron-core's GPT and blended datasets from them."""
-    from benchmarks.stream import make_datasets
-
-    total = int(float(args.tokens))
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        start = time.monotonic()
-        documents, blend = make_datasets(folder, total)
-        weights = {Path(path).name: weight for weight, path in zip(blend[::2], blend[1::2], strict=True)}
-        seconds = time.monotonic() - start
-        yield f"{documents:,} documents, about {total:,} tokens, 4 .idx files written in {seconds:.1f} s"
-        yield from _blend(folder, weights, total)
-
-
-def _blend(folder: Path, weights: dict[str, float], total: int) -> Iterator[str]:
-    import numpy as np
-    import torch
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-
-    # The attributes of a tokenizer that the dataset reads.
-    tokenizer = SimpleNamespace(vocab_size=32000, eod=2, pad=0, unique_identifiers={"class": "none"})
-    length = 4096
-    blend = [str(folder / name) for name in weights], list(weights.values())
-    options = {"split": "980,10,10", "tokenizer": tokenizer, "path_to_cache": str(folder / "cache"), "blend": blend}
-    off = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask"), False)
-    config = GPTDatasetConfig(random_seed=1, sequence_length=length, mmap_bin_files=True, **options, **off)
-    # The blended dataset reads the rank before it writes its cache.
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    samples = total // length
-    for attempt in ("from scratch", "from its cache"):
-        start = time.monotonic()
-        builder = BlendedMegatronDatasetBuilder(GPTDataset, [samples, samples // 100, 0], lambda: True, config)
-        train = builder.build()[0]
-        seconds = time.monotonic() - start
-        yield f"blend of {len(train):,} samples of {length} tokens, {attempt}: {seconds:.1f} s"
-    counts = np.bincount(train.dataset_index, minlength=len(weights))
-    for (name, weight), count in zip(weights.items(), counts, strict=True):
-        expected = weight * len(train)
-        yield f"  {name}: {count:,} samples, expected {expected:,.1f} (difference {abs(count - expected):.1f})"
-        if abs(count - expected) > 2:
-            raise MachineError(f"wrong number of samples of {name}")
-    prefix = np.cumsum(train.dataset_index[:100_000] == 0)
-    worst = np.abs(prefix - list(weights.values())[0] * np.arange(1, len(prefix) + 1)).max()
-    yield f"  first dataset in the first {len(prefix):,} samples: largest difference {worst:.2f} samples"
-
-
 def disk(args: argparse.Namespace) -> Iterator[str]:
     """Fill a small tmpfs, enlarge it and resume; compare with an uninterrupted run."""
     if os.geteuid() != 0:
@@ -175,15 +122,12 @@ def disk(args: argparse.Namespace) -> Iterator[str]:
 def main() -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("check", choices=["identity", "index", "disk"], help="check to run")
-    parser.add_argument("--input", help="raw data file or folder (identity, disk)")
-    parser.add_argument("--tokenizer-model", help="sentencepiece model of fewer than 65,500 tokens (identity, disk)")
-    parser.add_argument("--tokens", default="10e9", help="number of tokens (index; default 10e9)")
+    parser.add_argument("check", choices=["identity", "disk"], help="check to run")
+    parser.add_argument("--input", required=True, help="raw data file or folder")
+    parser.add_argument("--tokenizer-model", required=True, help="sentencepiece model of fewer than 65,500 tokens")
     parser.add_argument("--workers", type=int, default=2, help="worker processes (default 2)")
     args = parser.parse_args()
-    if args.check != "index" and not (args.input and args.tokenizer_model):
-        raise UserError(f"{args.check} needs --input and --tokenizer-model")
-    for line in {"identity": identity, "index": index, "disk": disk}[args.check](args):
+    for line in {"identity": identity, "disk": disk}[args.check](args):
         print(line, flush=True)
     return 0
 

@@ -67,23 +67,9 @@ def compare_copies_on_the_host(module: ModuleType) -> None:
     module.Copies.compare = check  # type: ignore[attr-defined]
 
 
-def record_triton_kernels(heuristics: ModuleType) -> None:
-    """Add the bytes that each Triton kernel of Inductor moves to the log, if Inductor estimates them.
-
-    Inductor does not time its kernels, all of which take no time here: it uses the first variant of each.
-    """
-    launch = heuristics.CachingAutotuner.run
+def choose_first_variants(heuristics: ModuleType) -> None:
+    """Let Inductor use the first variant of each Triton kernel: kernels take no time here."""
     heuristics.CachingAutotuner.bench = lambda *_, **__: 1.0  # type: ignore[attr-defined]
-
-    @functools.wraps(launch)
-    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        gigabytes = kernel.inductor_meta.get("kernel_num_gb")
-        if gigabytes is not None and os.environ.get(ACCESSES):
-            name = kernel.inductor_meta.get("kernel_name", kernel.fn.__name__)
-            mark(f"event=triton kernel={name} bytes={round(gigabytes * 1e9)}")
-        return launch(kernel, *args, **kwargs)
-
-    heuristics.CachingAutotuner.run = run  # type: ignore[attr-defined]
 
 
 def prepare_steps(loop: ModuleType) -> None:

@@ -55,6 +55,6 @@ if "HOST_CUDA_LIBRARIES" in os.environ:
         "torch.distributed.distributed_c10d": "compute_object_collectives_on_the_host",
         "megatron_llama.parallel.compare_copies": "compare_copies_on_the_host",
         "megatron_llama.train.loop": "prepare_steps",
-        "torch._inductor.runtime.triton_heuristics": "record_triton_kernels",
+        "torch._inductor.runtime.triton_heuristics": "choose_first_variants",
     }
     sys.meta_path.insert(0, AfterImport(actions))
