@@ -14,7 +14,7 @@ from megatron_llama.config.data_settings import CurriculumMetric
 from megatron_llama.config.settings import Config, DataConfig
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.plan.data_schedules import BatchSchedule, RunPosition, TokenSchedule
-from tests.config.helpers import make, problems_of
+from tests.config.helpers import make
 
 
 def test_a_schedule_by_hand() -> None:
@@ -59,16 +59,6 @@ def test_the_plan_has_the_schedule_and_its_derived_values() -> None:
     assert ltd is not None
     assert (ltd.max_value, ltd.require_steps, ltd.layers) == (256, 40, [1, 2])
     assert resolve(make(), 1).random_ltd is None
-
-
-@pytest.mark.parametrize(("world", "layout"), [(2, {}), (4, {"trainer.pp": 2, "trainer.vpp": 2})])
-def test_each_size_is_whole_micro_batches(world: int, layout: dict[str, Any]) -> None:
-    size = 1 if layout else 2
-    settings = {"trainer.batch_schedule": [[16, 5], [32, 9]], "trainer.micro_batch_size": size, **layout}
-    (problem,) = problems_of(make(**settings), world)
-    assert problem.field == "trainer.batch_schedule" and "each size must be a multiple of" in problem.rule
-    assert problem.instead == "write trainer.batch_schedule=[[16,4],[32,8]]"
-    assert not problems_of(make(**{**settings, "trainer.batch_schedule": [[16, 4], [32, 8]]}), world)
 
 
 # Token dropping

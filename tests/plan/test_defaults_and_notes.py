@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -56,45 +57,21 @@ def test_a_group_or_an_experiment_wins_too(tmp_path: Path) -> None:
     assert values(plan.config) == {**OLD, "data.seq_length": 128} and plan.chosen == ()
 
 
-def test_notes_on_defaults() -> None:
-    """An unset device, the batch size of small models, and a GPU without bf16."""
-    rows = ["model=llama_15m trainer.dp=1", "device=cpu", "model=llama7b trainer.dp=1", "model=llama7b device=cuda"]
-    rows += ["model=llama_15m device=cuda", "model=llama7b device=cuda trainer.global_batch_size=1024"]
-    rows += ["model=llama7b device=cuda data=python_stdlib"]
-    plans = {row: plan_of(*row.split()) for row in rows}
-    plans["device=cuda, an old GPU"] = plan_of(
-        "device=cuda", machine=Machine(16 << 30, accelerator=True, fast_bf16=False)
-    )
-    page = [line for row, plan in plans.items() for line in (row, *plan.chosen, *plan.notes, "")]
-    GoldenFiles.check("plan/default_notes.txt", "\n".join(page))
+def test_notes() -> None:
+    """Learning rate, choices and notes of each command line."""
+    old_gpu, page = Machine(16 << 30, accelerator=True, fast_bf16=False), ""
+    for row in GoldenFiles.commands("plan/notes.txt"):
+        settings, _, about = row.partition("  # ")
+        plan = plan_of(*settings.split(), machine=old_gpu if about == "an old GPU" else None)
+        (rate,) = re.findall(r"· (lr .*?) · ", format_plan(plan))
+        page += "\n".join([f"$ {row}", rate, *plan.chosen, *plan.notes, "\n"])
+    GoldenFiles.check("plan/notes.txt", page)
 
 
 def test_the_demo_sets_none_of_them() -> None:
     arguments = (ROOT / "Makefile").read_text(encoding="utf-8").partition("DEMO_ARGS :=")[2].partition("\n\n")[0]
     assert not any(name in arguments for name in CHOSEN)
     assert values(plan_of("model=llama_2m", "trainer.tp=2", "device=cpu").config) == OLD
-
-
-@pytest.mark.parametrize(
-    ("settings", "lr"),
-    [
-        ([], 3e-4),
-        (["finetune=full", "init_from=FOLDER"], 2e-5),
-        (["data.kind=sft", "init_from=FOLDER"], 2e-5),
-        (["init_from=FOLDER"], 3e-4),  # continued pretraining
-        (["data.kind=sft"], 3e-4),  # from random weights
-        (["finetune=lora", "data.kind=sft", "init_from=FOLDER"], 3e-4),
-        (["finetune=full", "init_from=FOLDER", "optim.lr=3e-4"], 3e-4),
-        (["finetune=full", "init_from=FOLDER", "optim.lr=null"], 2e-5),
-    ],
-)
-def test_fine_tuning_of_all_weights_has_a_lower_learning_rate(settings: list[str], lr: float) -> None:
-    config, lines = choose_defaults(load_config(["data=mock", *settings], CONF))
-    assert config.optim.lr == lr
-    assert ("optim.lr=2e-05: default for fine-tuning all weights, as in Llama 2" in lines) == (lr == 2e-5)
-    plan = resolve(load_config(["data=mock", *settings], CONF), 1, exists=lambda path: True)
-    assert (plan.config.optim.lr, plan.config.optim.min_lr) == (lr, lr / 10)
-    assert f"lr {lr:g} to {lr / 10:g}" in format_plan(plan) and "0.0003 · " in format_plan(plan_of("optim=constant"))
 
 
 def begun(folder: Path, settings: Config, step: bool = True) -> Path:

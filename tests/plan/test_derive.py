@@ -237,10 +237,3 @@ def test_problems_of_quantized_blocks_come_with_others(monkeypatch: pytest.Monke
         assert [problem.field for problem in problems_of(make(**changes), tp)] == [field]
         both = problems_of(make(**{**changes, "optim.lr": -1.0}), tp, exists=everything_exists)
         assert {problem.field for problem in both} == {field, "optim.lr"}
-
-
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_mock_data_needs_no_starting_weights(method: str) -> None:
-    plan = resolve(make(**{"finetune.method": method}), 1)  # for measurements only
-    assert any("starts from random weights" in note for note in plan.notes) and not resolve(make(), 1).notes
-    assert "LoRA" not in format_plan(resolve(make(), 1))

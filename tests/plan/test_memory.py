@@ -13,13 +13,13 @@ from megatron_llama.config.problems import format_problems
 from megatron_llama.devices import find_device
 from megatron_llama.plan import Machine, Plan, resolve
 from megatron_llama.plan.memory import States, disk_use, rank_memory, stage_footprints
-from megatron_llama.plan.plan import COPIES, PLAIN, SHARDS
 from megatron_llama.system.tables import GIB, gib
 from tests.config.helpers import make, problems_of
 from tests.golden import GoldenFiles
 from tests.oracle import make_plan
 from tests.paths import CONF
 from tests.plan.rule_cases import parse_settings
+from tests.rows import overrides
 
 COUNT = 1_000_000
 
@@ -70,9 +70,6 @@ def test_states_of_sgd_of_8_bits_and_of_stages() -> None:
     norms = (2 * 32 + 1) * 4096
     assert rank_memory(plan, plan.stages[0]).optimizer == 2 * (1.125 * (plan.parameters - norms) + 4 * norms)
     assert not any("state_bits" in note for note in plan.notes)
-    toy = "hidden_size=32 intermediate_size=32 vocab_size=99 num_attention_heads=4 state_bits=8"
-    (note,) = resolve(make(**parse_settings(toy)), 1).notes
-    assert note.startswith("optim.state_bits=8 has no effect")
     plan = resolve(make(**{"trainer.pp": 2, "model.num_hidden_layers": 5}), 2)
     assert [sum(rank_memory(plan, stage)) for stage in plan.stages] == [16 * stage.held for stage in plan.stages]
 
@@ -202,31 +199,17 @@ def test_a_plan_without_room_for_fragments_has_a_note() -> None:
     assert not any("tight" in note for note in resolve(config, 1).notes)
 
 
-@pytest.mark.parametrize(
-    ("words", "first", "saved", "sure", "most"),
-    [
-        ((), 0, 0, 1, 3),  # by time: two are kept, and one is in progress
-        ((), 10, 2, 1, 1),
-        ((), 100, 1, 0, 0),  # finished
-        (("checkpoint=none",), 0, 0, 0, 0),
-        (("trainer.steps=0",), 0, 0, 1, 1),
-        (("checkpoint.every_steps=20",), 0, 0, 5, 5),
-        (("checkpoint.every_steps=30",), 0, 0, 4, 4),
-        (("checkpoint.every_steps=30",), 60, 2, 2, 2),
-        (("checkpoint.every_steps=10", "checkpoint.keep=2"), 0, 0, 3, 3),
-        (("checkpoint.every_steps=10", "checkpoint.keep=2", "checkpoint.keep_every=20"), 0, 0, 6, 6),
-        (("checkpoint.every_steps=10", "checkpoint.keep=1", "checkpoint.keep_best=true"), 0, 0, 2, 3),
-        (("checkpoint.every_minutes=5",), 0, 0, 1, None),
-    ],
-)
-def test_checkpoints_at_the_same_time(
-    words: tuple[str, ...], first: int, saved: int, sure: int, most: int | None
-) -> None:
-    more = ("trainer.val_every_steps=10",) if "checkpoint.keep_best=true" in words else ()
-    plan = resolve(load_config(["model=llama_2m", "data=mock", *words, *more], CONF), 1)
-    use = disk_use(plan, first, saved)
-    assert (use.sure, use.most) == (sure, most)
-    assert use.checkpoint == 3 * 4 * plan.parameters, "fp32 weights and two moments"
+def test_checkpoints_at_the_same_time() -> None:
+    """The fewest and the most checkpoints on the disk."""
+    page = ""
+    for row in GoldenFiles.commands("plan/disk.txt"):
+        start, _, settings = row.partition("  # ")[0].rpartition(": ")
+        first, saved = map(int, re.findall(r"\d+", start) or (0, 0))
+        plan = resolve(load_config(["model=llama_2m", "data=mock", *settings.split()], CONF), 1)
+        use = disk_use(plan, first, saved)
+        assert use.checkpoint == 3 * 4 * plan.parameters, "fp32 weights and two moments"
+        page += f"$ {row}\n    {use.sure} to {use.most}\n"
+    GoldenFiles.check("plan/disk.txt", page)
 
 
 def test_lora_saves_only_its_parameters_and_export_adds_the_whole_model() -> None:
@@ -237,42 +220,18 @@ def test_lora_saves_only_its_parameters_and_export_adds_the_whole_model() -> Non
     assert use.sure_bytes == use.checkpoint + use.export + use.logs
 
 
-ONE_MICRO_BATCH = "trainer.micro_batch_size=8"
+EMBEDDING_ON = {"an only stage": (True, True), "a first stage": (True, False), "a last stage": (False, True)}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "settings", "kind"),
-    [
-        (1, ["trainer.precision=fp32"], PLAIN),
-        (1, ["trainer.precision=fp32", "trainer.zero=3"], PLAIN),
-        (1, ["trainer.precision=bf16_sr"], PLAIN),
-        (1, ["trainer.precision=bf16"], COPIES),
-        (2, ["trainer.precision=bf16", "trainer.tp=2"], COPIES),
-        (1, ["trainer.precision=bf16", "trainer.zero=3"], SHARDS),
-        (2, ["trainer.precision=fp32"], SHARDS),
-        (1, ["trainer.precision=fp32", "finetune.method=lora", "finetune.frozen_dtype=bf16"], COPIES),
-    ],
-)
-def test_kinds(ranks: int, settings: list[str], kind: str) -> None:
-    assert make_plan(ranks, *settings).storage.kind == kind
-
-
-def test_bf16_gradients_and_the_freed_embedding_need_copies_and_one_micro_batch() -> None:
-    one = make_plan(1, "trainer.precision=bf16", ONE_MICRO_BATCH).storage
-    assert one.one_micro_batch and one.keeps_bf16_grads and one.frees_embedding
-    others = ("trainer.micro_batch_size=4", "trainer.zero=3", "trainer.precision=fp32", "trainer.precision=bf16_sr")
-    for other in others:
-        storage = make_plan(1, "trainer.precision=bf16", ONE_MICRO_BATCH, other).storage
-        assert not storage.keeps_bf16_grads and not storage.frees_embedding, other
-    for other in ("device.name=cuda", "trainer.offload=[optimizer]"):
-        storage = make_plan(1, "trainer.precision=bf16", ONE_MICRO_BATCH, other).storage
-        assert storage.frees_embedding and not storage.keeps_bf16_grads, other
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_stages_that_free_the_embedding(tied: bool) -> None:
-    settings = ("trainer.precision=bf16", ONE_MICRO_BATCH, f"model.tie_word_embeddings={str(tied).lower()}")
-    storage = make_plan(1, *settings).storage
-    assert storage.frees_embedding_of(is_first=True, is_last=False)
-    assert storage.frees_embedding_of(is_first=True, is_last=True) != tied
-    assert not storage.frees_embedding_of(is_first=False, is_last=True)
+def test_storage() -> None:
+    """Kind of storage, bf16 gradients that are kept, and stages that free their copy of the embedding."""
+    page = ""
+    for row in GoldenFiles.commands("plan/storage.txt"):
+        ranks, _, settings = row.partition(" ranks: ")
+        storage = make_plan(int(ranks), *overrides(settings)).storage
+        flags = [name for name in ("one_micro_batch", "keeps_bf16_grads", "frees_embedding") if getattr(storage, name)]
+        page += f"$ {row}\n    {', '.join([storage.kind, *flags])}\n"
+        for stage, (is_first, is_last) in EMBEDDING_ON.items():
+            is_freed = storage.frees_embedding_of(is_first=is_first, is_last=is_last)
+            page += f"    the embedding is freed on {stage}\n" if is_freed else ""
+    GoldenFiles.check("plan/storage.txt", page)

@@ -119,26 +119,6 @@ def test_packages_with_attention_are_noted(
     assert not any("packages of this machine" in note for note in in_fp32)
 
 
-@pytest.mark.parametrize(
-    ("changes", "noted"),
-    [
-        ({}, "trainer.async_tp=true overlaps"),
-        ({"trainer.async_tp": True}, ""),
-        ({"trainer.sp": False}, ""),
-        ({"trainer.compile": False}, ""),
-        ({"device.name": "neuron", "trainer.compile": False}, ""),
-        ({"trainer.float8": "tensorwise"}, ""),
-        ({"trainer.float8": "tensorwise", "trainer.compile": False}, "without trainer.compile is slower than bf16"),
-        ({"trainer.float8": "rowwise", "trainer.compile": False, "device.name": "cpu"}, ""),
-    ],
-)
-def test_notes_on_slow_matmuls(changes: dict[str, object], noted: str) -> None:
-    values = {"device.name": "cuda", "trainer.tp": 2, "trainer.compile": True, "trainer.precision": "bf16"}
-    plan = resolve(make(**{**values, **changes}), 2)
-    notes = [note for note in plan.notes if "overlaps" in note or "slower" in note]
-    assert len(notes) == bool(noted) and all(noted in note for note in notes)
-
-
 def test_sizes_of_vocabulary_shards_and_chunks() -> None:
     for tp, padded in ((1, 4099), (2, 4100), (4, 4100)):
         plan = resolve(make(**{"model.vocab_size": 4099, "trainer.tp": tp, "model.num_key_value_heads": 4}), tp)
@@ -172,15 +152,6 @@ def test_mistakes_in_writing_and_in_meaning_come_together() -> None:
         with pytest.raises(ConfigError) as caught:
             resolve(written.value.config, 8, known=written.value.problems)
         assert [problem.field for problem in caught.value.problems] == [*first, *second]
-
-
-def test_what_never_happens_is_noted() -> None:
-    plan = resolve(make(**{"trainer.val_every_steps": 101, "data.prefixes": ["x"], "data.mock": True}), 1)
-    assert plan.notes == (
-        "no validation: trainer.val_every_steps=101 of 100 steps",
-        "data.mock=true generates random tokens; data.prefixes is ignored",
-    )
-    assert not resolve(make(**{"trainer.val_every_steps": 100, "data.mock": True}), 1).notes
 
 
 def plan_of(world: int, settings: str) -> Plan:

@@ -21,7 +21,7 @@ from tests.config.helpers import as_typed, everything_exists, make, problems_of,
 from tests.golden import GoldenFiles
 from tests.plan.rule_cases import CASES, Case, parse_settings
 
-ADVISED = re.compile(r"""([a-z_\d]+(?:\.[a-z_\d]+)+|allow_targets)=(\[[^\]]*\]|'".*?"'|[^\s,;]+)""")
+ADVISED = re.compile(r"""([a-z_\d]+(?:\.[a-z_\d]+)+|allow_targets)=(\[(?:[^][]|\[[^]]*\])*\]|'".*?"'|[^\s,;]+)""")
 
 
 def chosen(**changes: Any) -> Config:
