@@ -7,7 +7,6 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -23,9 +22,6 @@ from megatron_llama.devices.cuda import compiler
 from megatron_llama.devices.cuda import device as cuda
 from megatron_llama.devices.cuda.data_sheets import find_product
 from megatron_llama.plan import resolve
-from megatron_llama.plan.defaults_and_notes import choose_defaults
-from megatron_llama.plan.rules import RULES
-from megatron_llama.plan.rules.rule import check_rules
 from megatron_llama.system import ulimits
 from megatron_llama.tools.forecast import hardware
 from tests.config.helpers import make
@@ -378,28 +374,3 @@ def test_gpus_without_float8_units_are_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_abilities_of_devices() -> None:
     assert [name for name in NAMES if device_named(name).has_float8] == ["cuda", "cpu"]
     assert [name for name in NAMES if device_named(name).has_async_tp] == ["cuda"]
-
-
-@pytest.mark.parametrize(
-    ("device", "changes", "words"),
-    [
-        ("cuda", {}, []),
-        ("cuda", {"trainer.tp": 8}, ["rows of qkv_proj", "columns of o_proj"]),
-        ("cuda", {"data.seq_length": 24}, ["tokens of a micro batch = 24"]),
-        ("cpu", {"trainer.tp": 8, "data.seq_length": 24}, []),
-        ("hpu", {}, ["has no float8 matmuls"]),
-    ],
-)
-def test_float8_needs_sizes_of_the_units(device: str, changes: dict[str, Any], words: list[str]) -> None:
-    settings: dict[str, Any] = {"model.num_attention_heads": 8, "model.hidden_size": 192, "data.seq_length": 256}
-    settings |= {"trainer.float8": "rowwise", "model.intermediate_size": 512, "trainer.micro_batch_size": 1}
-    config = make(**{**settings, **changes})
-    config.device.name = device
-    problems = [
-        problem.rule
-        for problem in check_rules(RULES, choose_defaults(config)[0], 8)
-        if problem.field == "trainer.float8"
-    ]
-    for word in words:
-        assert any(word in rule for rule in problems), problems
-    assert bool(problems) == bool(words), problems
