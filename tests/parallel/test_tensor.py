@@ -1,4 +1,4 @@
-"""The loss of a split vocabulary, the parallel linear layers and the sums of replicated gradients, each alone.
+"""The loss of a split vocabulary, the parallel linear layers and the division of context parallelism, each alone.
 
 The oracle is plain torch on whole tensors, in fp64. tests/layouts compares whole models in all layouts.
 """
@@ -13,22 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import cross_entropy
 
 from megatron_llama.arch.attention_pattern import Lengths, Pattern
-from megatron_llama.arch.hf_tp_mapping import Rectangle
-from megatron_llama.arch.parameters import padded_vocab_size
 from megatron_llama.devices.attention_inputs import Documents, dense_mask
 from megatron_llama.devices.torch_attention import tiles_backward, tiles_forward
 from megatron_llama.model import loss
 from megatron_llama.model.llama import _apply, parallel_linear
-from megatron_llama.model.loss import IN_PLACE, Head, LossSpec, fused_softmax
+from megatron_llama.model.loss import IN_PLACE, LossSpec, fused_softmax
 from megatron_llama.parallel.compiling import traceable_matmul
 from megatron_llama.parallel.context_division import chunk_work, divide
 from megatron_llama.parallel.groups import Groups
 from megatron_llama.parallel.parallelize import mcore_config
-from megatron_llama.parallel.replicated_gradients import ReplicatedGradients
-from megatron_llama.parallel.shards import Shard
 from megatron_llama.plan import Plan, resolve
 from megatron_llama.topology import Topology
 from tests.config.helpers import make
@@ -89,47 +85,6 @@ def test_softmax_of_a_split_vocabulary(tp: int) -> None:
     run_ranks(_softmax_of_parts, tp)
 
 
-def _head(plan: Plan, topology: Topology, groups: Groups, vocabulary: int) -> None:
-    """24 tokens in chunks of 10. A label of -100 and two weights of 0 are ignored."""
-    rank, tp = topology.place["tp"], topology.sizes["tp"]
-    loss.loss_chunk = lambda hidden_size: 10  # in this forked rank only
-    padded = padded_vocab_size(vocabulary, tp)
-    hidden, weight = torch.randn(12, 2, 16), torch.randn(padded, 16)
-    labels, loss_weights = torch.randint(vocabulary, (2, 12)), torch.rand(2, 12)
-    labels[0, 0], labels[1, 11] = vocabulary - 1, -100
-    loss_weights[0, 5] = loss_weights[1, 11] = 0
-    results = []
-    for dtype in (torch.float32, torch.float64):
-        x, w = (whole.to(dtype, copy=True).requires_grad_() for whole in (hidden, weight))
-        logits = linear(x, w[:vocabulary]).transpose(0, 1)
-        losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")  # 0 for the label -100
-        total = (losses * loss_weights.flatten()).sum()
-        total.backward()
-        right = ((logits.argmax(-1) == labels) * loss_weights).sum()
-        assert x.grad is not None and w.grad is not None
-        results.append((total.detach(), right, x.grad, w.grad))
-    rows, part = slice(rank * padded // tp, (rank + 1) * padded // tp), slice(None)
-    if plan.sp:
-        part = slice(rank * 12 // tp, (rank + 1) * 12 // tp)
-    x, w = hidden[part].clone().requires_grad_(), weight[rows].clone().requires_grad_()
-    head = Head(16, padded, vocabulary, mcore_config(plan), tied=True)
-    with torch.no_grad():
-        total, right = head(x, w, labels, loss_weights)
-    trained = head(x, w, labels, loss_weights)
-    trained.backward()
-    assert x.grad is not None and w.grad is not None
-    fp32, exact = results
-    for index, cut, actual in (0, ..., total), (0, ..., trained), (1, ..., right), (2, part, x.grad), (3, rows, w.grad):
-        _assert_as_exact_as_fp32(actual, fp32[index][cut], exact[index][cut])
-
-
-@pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("tp", [2, 4])
-def test_head_of_a_split_vocabulary(tp: int, sp: bool) -> None:
-    """Loss, weight of the correct tokens, and gradients of hidden states and of this rank's rows; even and padded."""
-    run_ranks(_in_groups, tp, _head, _plan(tp, **{"trainer.sp": sp}), [(40,), (37,)])
-
-
 def _layer(plan: Plan, topology: Topology, groups: Groups, is_column: bool, frozen: bool) -> None:
     rank, tp = topology.place["tp"], topology.sizes["tp"]
     name = "gate_up_proj" if is_column else "down_proj"
@@ -171,56 +126,6 @@ def test_linear_layers(sp: bool) -> None:
     """Column and row parallel, trained and frozen."""
     cases = [*itertools.product((True, False), (False, True))]
     run_ranks(_in_groups, 2, _layer, _plan(2, **{"trainer.sp": sp, "model.mlp_bias": True}), cases)
-
-
-ROWS = {"q_proj": 0, "k_proj": 2, "v_proj": 4}
-"""First row of each Hugging Face module in the gradient of qkv_proj, which has 6 rows; the other gradients too."""
-NEVER = ("layers.0.mlp.down_proj.weight", "layers.0.mlp.gate_up_proj.weight", "layers.0.mlp.gate_up_proj.bias")
-UNDER_SP = (
-    *("norm.weight", "layers.0.input_layernorm.weight", "layers.0.post_attention_layernorm.weight"),
-    *("layers.0.self_attn.o_proj.bias", "layers.0.mlp.down_proj.bias"),
-)
-QK_NORMS = "layers.0.self_attn.q_norm.weight", "layers.0.self_attn.k_norm.weight"
-QKV, TABLES = "layers.0.self_attn.qkv_proj.weight", ("embed_tokens.weight", "lm_head.weight")
-REPLICATED: dict[str, tuple[int, dict[str, Any], dict[str, list[list[int]]]]] = {
-    "no sp": (2, {}, {}),
-    "sp": (2, {"trainer.sp": True}, dict.fromkeys(UNDER_SP, [[0, 1]])),
-    "norms of heads": (2, {"model.model_type": "qwen3"}, dict.fromkeys(QK_NORMS, [[0, 1]])),
-    "shared kv heads": (4, {"model.num_key_value_heads": 2}, {QKV: [[0, 1], [2, 3]]}),
-    "tied": (
-        4,
-        {"trainer.tp": 2, "trainer.pp": 2, "model.tie_word_embeddings": True},
-        dict.fromkeys(TABLES, [[0, 2], [1, 3]]),
-    ),
-}
-"""Ranks, settings, and the groups of ranks that sum each parameter's gradient. Others keep their gradients."""
-
-
-def _replicated(plan: Plan, topology: Topology, groups: Groups, summed: dict[str, list[list[int]]]) -> None:
-    rank = dist.get_rank()
-    names = [*NEVER, *UNDER_SP, *QK_NORMS, QKV, TABLES[topology.place["pp"]]]  # one table on each stage
-    grads = torch.randn(len(names), dist.get_world_size(), 6, 2)
-    shards = []
-    for name, ranks in zip(names, grads, strict=True):
-        modules = ROWS if name == QKV else {}
-        parts = [Rectangle(f"{m}.weight", (6, 2), (0, 0), (row, 0), (2, 2)) for m, row in modules.items()]
-        shards.append(Shard(name, nn.Parameter(torch.zeros(6, 2)), parts, is_primary_replica=True))
-        shards[-1].parameter.grad = ranks[rank].clone()
-    without = Shard("norm.weight", nn.Parameter(torch.zeros(6, 2)), [], is_primary_replica=True)
-    ReplicatedGradients(plan, topology, groups).reduce([without, *shards])
-    assert without.grad is None
-    for shard, ranks in zip(shards, grads, strict=True):
-        expected = ranks[rank].clone()
-        first = ROWS["k_proj"] if shard.name == QKV else 0  # each rank has its own query heads
-        for group in summed.get(shard.name, []):
-            if rank in group:
-                expected[first:] = ranks[group, first:].sum(0)
-        assert shard.grad is not None and torch.equal(shard.grad, expected), shard.name
-
-
-@pytest.mark.parametrize("world_size, settings, summed", REPLICATED.values(), ids=REPLICATED)
-def test_replicated_gradients(world_size: int, settings: dict[str, Any], summed: dict[str, list[list[int]]]) -> None:
-    run_ranks(_in_groups, world_size, _replicated, _plan(world_size, **settings), [(summed,)])
 
 
 LENGTH = 48
