@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -95,10 +94,3 @@ def test_settings_that_a_row_refuses_are_refused_with_its_reason(monkeypatch: py
     register(monkeypatch, replace(ROW, sums_gradients=True))
     (problem,) = problems(2, **{"trainer.zero": 1})
     assert problem.field == "trainer.zero" and "it exchanges unsharded gradients" in problem.rule
-
-
-def test_every_row_names_a_factory_and_the_states_that_it_builds() -> None:
-    for row in OPTIMIZERS.values():
-        module, _, function = row.factory.rpartition(".")
-        assert callable(getattr(import_module(module), function))
-        assert set(row.unsigned_states) <= set(row.states)

@@ -17,7 +17,6 @@ from megatron_llama.devices.cpu import kernels as cpu_kernels
 from megatron_llama.devices.cpu.kernels import CHUNK
 from megatron_llama.optim.adam import Bf16GradientAdam
 from megatron_llama.optim.gradient_norm import gradient_norm, parameter_norm
-from megatron_llama.optim.optimizer import decays
 from megatron_llama.parallel import Shard
 from megatron_llama.plan import Plan
 from tests.model.llamas import hf_config, load, train_plain
@@ -75,11 +74,6 @@ def test_the_parameter_norm_counts_each_weight_once() -> None:
     plan = make_plan(4, "trainer.tp=2", "trainer.zero=1")
     norms = on_ranks(lambda plan, model: parameter_norm(model.shards, CPU).item(), plan)
     assert norms == [pytest.approx(whole, rel=1e-5)] * 4
-
-
-def test_norms_alone_are_exempt_from_weight_decay() -> None:
-    assert [decays(name) for name in ("norm.weight", "layers.3.post_attention_layernorm.weight")] == [False, False]
-    assert all(decays(name) for name in ("embed_tokens.weight", "lm_head.weight", "layers.0.self_attn.o_proj.weight"))
 
 
 def compare(name: str, result: Result, expected: Plain) -> None:

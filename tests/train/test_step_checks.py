@@ -64,6 +64,7 @@ ASYNCHRONOUS = "as on an accelerator"
 NOT_FUSED = (
     ["trainer.precision=bf16_sr"],
     ["optim.name=sgd", FP32],
+    ["optim.name=muon"],
     *[["optim.name=onebit_adam", "trainer.zero=0", f"optim.freeze_step={step}", FP32] for step in (1, 9)],
 )
 
