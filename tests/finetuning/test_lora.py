@@ -183,15 +183,6 @@ def _sizes(plan: Plan, model: ParallelModel) -> tuple[int, int, int, int]:
     return sizes[0], sizes[1], moments, plan.topology(torch.distributed.get_rank()).place["pp"]
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(1, []), (2, SP), (2, ZERO_3)], ids=["one", "tp2+sp", "zero 3"])
-def test_a_resumed_run_is_the_uninterrupted_one(ranks: int, layout: list[str], world: World, tmp_path: Path) -> None:
-    whole = tune(ranks, tmp_path / "whole", *world.lora, *layout, steps=4)
-    first = tune(ranks, tmp_path / "halves", *world.lora, *layout, steps=2)
-    second = tune(ranks, tmp_path / "halves", *world.lora, *layout, steps=4)
-    assert first.losses + second.losses == whole.losses  # floats, all bits
-    assert all(torch.equal(tensor, whole.trained[name]) for name, tensor in second.trained.items())
-
-
 def test_checkpoints_have_trained_weights_and_load_in_any_layout(world: World, tmp_path: Path) -> None:
     tune(2, tmp_path, *world.lora, *SP, steps=1)
     names = {name.rpartition("exp_avg.")[2] for name in read_manifest(find_checkpoint(tmp_path)).stored.tensors}
@@ -201,16 +192,11 @@ def test_checkpoints_have_trained_weights_and_load_in_any_layout(world: World, t
     assert tune(2, tmp_path, *world.lora, "trainer.pp=2", steps=3).losses == pytest.approx(whole.losses[1:], rel=1e-5)
 
 
-def test_another_runs_checkpoint_is_refused(world: World, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_base_is_refused(world: World, tmp_path: Path) -> None:
     """tests/checkpoint/test_differences.py has each setting; the base is compared by its weights."""
     run = tmp_path / "run"
     tune(1, run, *world.fresh, steps=1)
     name = "model.layers.1.mlp.up_proj.weight"
     other = _copy_base(world, tmp_path / "other", lambda n, tensor: tensor * 1.01 if n == name else tensor)
-    for settings, named in (
-        ([*world.fresh, f"init_from={other}"], "init_from"),
-        ([*world.fresh, "finetune.lora_alpha=8"], "finetune.lora_alpha"),
-        (world.full, "finetune.method"),
-    ):
-        with raises_with_message(RankFailed, f"ConfigError.*{named}"):
-            tune(1, run, *settings, steps=2)
+    with raises_with_message(RankFailed, "ConfigError.*init_from"):
+        tune(1, run, *world.fresh, f"init_from={other}", steps=2)
