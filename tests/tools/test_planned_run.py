@@ -56,12 +56,6 @@ def test_all_tools_agree_on_one_command(device: list[str], capsys: pytest.Captur
     assert not list(tmp_path.iterdir()), "nothing is written without a request"
 
 
-def test_a_dry_run_has_the_length_and_precision_of_the_tools(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--dry-run", *README]) == 0
-    page = capsys.readouterr().out
-    assert "sequence 4,096" in page and "precision     bf16" in page
-
-
 @pytest.mark.parametrize("read", [forecast_run, read_rehearsal, lambda words: planned(*words), read_request])
 def test_a_recipes_model_needs_a_batch(read: Callable[[list[str]], object]) -> None:
     with pytest.raises(ConfigError) as raised:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from transformers.generation import logits_process
 
 from megatron_llama.tools.inference.generator import choose, filter_probabilities, penalize, used_ids
-from megatron_llama.tools.inference.sampling import OPTIONS, Sampling, describe, folder_defaults, ignored_settings
+from megatron_llama.tools.inference.sampling import Sampling, describe, folder_defaults, ignored_settings
+from tests.golden import GoldenFiles
 
 PROCESSORS: dict[str, Any] = {  # in the order of GenerationMixin._get_logits_processor
     "repetition_penalty": logits_process.RepetitionPenaltyLogitsProcessor,
@@ -137,28 +139,13 @@ def test_filters_as_transformers_applies_them(fields: dict[str, Any]) -> None:
     torch.testing.assert_close(ours / ours.sum(-1, keepdim=True), torch.softmax(theirs, -1), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("content", "given", "fields"),
-    [
-        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, {}, "temperature 0.6, top-p 0.9"),
-        ({"do_sample": True}, {}, "temperature 1.0"),
-        ({"do_sample": True, "temperature": None, "top_k": 50}, {"temperature": 0.2}, "top-k 50"),
-        ({"do_sample": False, "temperature": 0.6}, {}, "greedy"),
-        ({"do_sample": False, "repetition_penalty": 1.1}, {"top_k": 4}, "repetition-penalty 1.1"),
-        ({"temperature": 0.6, "repetition_penalty": 1.1}, {"greedy": True}, "repetition-penalty 1.1"),
-        ({"eos_token_id": 2, "_from_model_config": True, "num_beams": 1}, {}, ""),
-    ],
-)
-def test_defaults_of_a_folder(content: dict[str, Any], given: dict[str, Any], fields: str) -> None:
-    defaults, problems = folder_defaults(content, given)
-    assert describe(defaults) == fields and not problems and not ignored_settings(content)
-    assert Sampling(**defaults, **given)
-
-
-def test_wrong_settings_of_a_folder_are_named() -> None:
-    wrong = {"temperature": "warm", "top_k": 2.5, "top_p": 0, "min_p": 2, "repetition_penalty": -1, "num_beams": 4}
-    _, problems = folder_defaults(wrong, {})
-    assert [problem.rule.split()[0] for problem in problems] == list(OPTIONS)[:4] + ["repetition_penalty"]
-    assert ignored_settings(wrong) == ["num_beams"]
-    _, problems = folder_defaults({"do_sample": "false", "temperature": True}, {})
-    assert [problem.rule.split()[0] for problem in problems] == ["do_sample", "temperature"]
+def test_defaults_of_a_folder() -> None:
+    """Defaults by a generation_config.json and the options, and settings that are wrong or have no effect."""
+    page = ""
+    for row in GoldenFiles.commands("tools/inference/folder_defaults.txt"):
+        content, given = json.loads(f"[{row}]")
+        defaults, problems = folder_defaults(content, given)
+        wrong = [problem.rule.split()[0] for problem in problems]
+        page += f"$ {row}\n    {describe(defaults)}; wrong: {wrong}; without effect: {ignored_settings(content)}\n"
+        assert problems or Sampling(**defaults, **given)
+    GoldenFiles.check("tools/inference/folder_defaults.txt", page)

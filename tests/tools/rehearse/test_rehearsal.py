@@ -46,7 +46,7 @@ def test_rehearsals_match_real_runs(ranks: int, layout: str) -> None:
 
 
 def compare(plan: Plan) -> None:
-    ranks = run_real_ranks(plan.world_size, plan)
+    ranks = run_ranks(_real_rank, plan.world_size, plan)
     for measured, rehearsed in zip(ranks, run_rehearsals(plan, *range(plan.world_size)), strict=True):
         assert rehearsed.peak == pytest.approx(measured.peak, rel=0.02)
         # Equal except for some scalars, the mesh's table of ranks, which a rehearsal does not track, and, between
@@ -252,11 +252,6 @@ class CollectivesOnCopies(TorchDispatchMode):
         if not several:
             return work
         return (*tree_map_only(torch.Tensor, lambda tensor: originals.get(id(tensor), tensor), out[:-1]), work)
-
-
-def run_real_ranks(world_size: int, plan: Plan) -> list[Rehearsal]:
-    """Measure each rank of a real job."""
-    return run_ranks(_real_rank, world_size, plan)
 
 
 def run_rehearsals(plan: Plan, *ranks: int) -> list[Rehearsal]:

@@ -25,18 +25,14 @@ def tuned(*words: str, cores: int = 2, memory: int = 0) -> Tuner:
     config = parse_overrides([*WORDS, *words, *NO_FILES, "dry_run=true"])
     target, problems = find_target(config, ClusterConfig(devices_per_node=cores), ())
     assert target is not None and not problems
-    return Tuner(config, fixed_settings(config, list(words)), with_memory(target, memory or target.memory_bytes))
+    target = replace(target, memory_bytes=memory or target.memory_bytes, calibration=None)
+    return Tuner(config, fixed_settings(config, list(words)), target)
 
 
 @functools.cache
 def space_of(tuner: Tuner, **options: float) -> CandidateSpace:
     """Return the candidates of a tuner, cached."""
     return tuner.enumerate(**options)
-
-
-def with_memory(target: Target, memory: int) -> Target:
-    """Return the target with another memory size, uncalibrated."""
-    return replace(target, memory_bytes=memory, calibration=None)
 
 
 class SimulatedMachine:
