@@ -87,7 +87,7 @@ class _Window:
 
 
 EPOCHS, MEGATRON = "epochs", "megatron"
-"""Orders of samples: each epoch shuffled separately, or all epochs of a run shuffled together (older runs)."""
+"""Orders of samples: each epoch shuffled separately, or all epochs of a run shuffled together (Megatron-LM's)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""megatron-core's sample order, for checkpoints of older versions (record "order": "megatron").
+"""megatron-core's sample order, in which runs of Megatron-LM continue here (record "order": "megatron").
 
 megatron-core shuffles all epochs of a run together, so the order depends on the run's length.
 """
