@@ -24,9 +24,9 @@ from typing import Any
 
 import pytest
 
-import tests.warm  # noqa: F401  before the first fork
 from tests.processes import state
 from tests.ranks import check_threads
+from tests.warm import warm_oracles
 
 MOST_TESTS = 100
 """Tests of one file that a worker takes at a time."""
@@ -66,6 +66,7 @@ class Run:
             self.queue.extend(indices[start : start + MOST_TESTS] for start in range(0, len(indices), MOST_TESTS))
         self.base: Path = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         self.forked = 0
+        warm_oracles()
         self.workers = [self._fork() for _ in range(min(count, len(self.queue)))]
 
     def loop(self) -> None:
