@@ -36,7 +36,7 @@ from tests.paths import CONF
 from tests.processes import Launcher
 from tests.ranks import run_ranks
 
-SMALL = (*SHAPE, "optim.lr=0.003")
+SMALL = (*SHAPE, "optim.lr=0.003", "trainer.micro_batch_size=4")
 Tensors = dict[str, torch.Tensor]
 Tamper = Callable[[Checkpointer], None]
 Work = Callable[[Plan], None]

@@ -30,7 +30,7 @@ FAILS_AT = 5
 LAYOUTS: dict[str, tuple[int, int, list[str]]] = {
     "1 node": (2, 2, ["trainer.tp=2"]),
     "2 nodes, zero": (2, 1, ["trainer.zero=3"]),
-    "2 nodes, replicas": (4, 2, ["trainer.zero=0", "optim.state_bits=8"]),
+    "2 nodes, replicas": (4, 2, ["trainer.zero=0", "trainer.micro_batch_size=2", "optim.state_bits=8"]),
     "2 nodes, pp": (2, 1, ["trainer.pp=2", "trainer.dp=1"]),
 }
 """Ranks, ranks per node, settings."""
