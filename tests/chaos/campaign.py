@@ -8,6 +8,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,10 +87,9 @@ class Campaign:
 
     def _leave_alone(self, layout: str) -> Undisturbed:
         life = Life(self.folder / f"{layout}_undisturbed", layout, self.dataset)
-        attempt = life.start()
-        if not attempt.wait(LIMIT_SECONDS) or attempt.status != 0:
-            attempt.kill()
-            raise Broken(f"the undisturbed run ended with {attempt.status}:\n{attempt.output}")
+        with self._attempt(life) as attempt:
+            if not attempt.wait(LIMIT_SECONDS) or attempt.status != 0:
+                raise Broken(f"the undisturbed run ended with {attempt.status}:\n{attempt.output}")
         return Undisturbed(life.losses(), final_tensors(life.folder))
 
     def _life(self, layout: str) -> Life:
@@ -101,8 +101,8 @@ class Campaign:
         """One attempt with one fault, and whether all was as it must be; None where the run ended before the fault."""
         life = self._life(layout)
         hang = [f"trainer.hang_timeout_seconds={HANG_SECONDS}"] if kind in MAKE_HANG else []
-        resumable, attempt = life.resumable_steps(), life.start(*hang)
-        try:
+        resumable = life.resumable_steps()
+        with self._attempt(life, *hang) as attempt:
             fault = FAULTS[kind](attempt, chance, self.interposer)
             begin = time.monotonic()
             if fault is not None:
@@ -115,13 +115,6 @@ class Campaign:
             self._judge(life, attempt, fault, resumable)
             if attempt.status == 0:
                 self._finished(self.lives.pop(layout), disk_failed=kind == "disk")
-        except Broken:
-            self._keep(life, attempt)
-            raise
-        finally:
-            attempt.kill()
-            if self.interposer is not None:
-                self.interposer.heal()
         if fault is None:
             return None
         self.outcomes[kind][f"status {attempt.status}"] += 1
@@ -129,17 +122,16 @@ class Campaign:
 
     def _judge(self, life: Life, attempt: Attempt, fault: Fault | None, resumable: range) -> None:
         """Raises Broken for what an attempt did wrong."""
-        statuses = {0} if fault is None else fault.statuses
-        description = "no fault" if fault is None else fault.description
-        if attempt.status not in statuses:
-            raise Broken(f"{description}: status {attempt.status}, not one of {sorted(statuses)}")
+        fault = fault or Fault("no fault", frozenset({0}))
+        description = fault.description
+        if attempt.status not in fault.statuses:
+            raise Broken(f"{description}: status {attempt.status}, not one of {sorted(fault.statuses)}")
         if not attempt.gone(GONE_SECONDS):
             raise Broken(f"{description}: processes {attempt.processes()} still run")
         output = attempt.output
-        allowed = 0 if fault is None else fault.tracebacks
-        if output.count("Traceback (most recent call last)") > allowed:
-            raise Broken(f"{description}: {output.count('Traceback (most')} tracebacks, where {allowed} are allowed")
-        if fault is not None and attempt.status == 1 and (missing := [w for w in fault.messages if w not in output]):
+        if (count := output.count("Traceback (most recent call last)")) > fault.tracebacks:
+            raise Broken(f"{description}: {count} tracebacks, where {fault.tracebacks} are allowed")
+        if attempt.status == 1 and (missing := [w for w in fault.messages if w not in output]):
             raise Broken(f"{description}: it failed without the messages {missing}")
         wrong = [pair for pair in life.losses() if pair not in self.undisturbed[life.layout].losses]
         if wrong:
@@ -148,22 +140,17 @@ class Campaign:
         if first and int(first[1]) - 1 not in resumable:
             raise Broken(f"{description}: resumed at step {first[1]}, and step {resumable[0]} was saved")
         last = life.losses()[-1][0] if life.losses() else 0
-        if attempt.status == 75 and fault is not None and fault.saved and life.newest_checkpoint() != last:
+        if attempt.status == 75 and fault.saved and life.newest_checkpoint() != last:
             raise Broken(f"{description}: status 75, but of {last} steps {life.newest_checkpoint()} are saved")
 
     def _finish(self, life: Life) -> None:
         """Lets a run come to its end, and judges it."""
-        resumable, attempt = life.resumable_steps(), life.start()
-        try:
+        resumable = life.resumable_steps()
+        with self._attempt(life) as attempt:
             if not attempt.wait(LIMIT_SECONDS):
                 raise Broken("no end of the last attempt")
             self._judge(life, attempt, None, resumable)
             self._finished(life)
-        except Broken:
-            self._keep(life, attempt)
-            raise
-        finally:
-            attempt.kill()
 
     def _finished(self, life: Life, disk_failed: bool = False) -> None:
         """Raise Broken unless a finished run is bit-identical to the undisturbed one; then delete it.
@@ -193,23 +180,15 @@ class Campaign:
         path = chance.choice(sorted(place.glob(DAMAGED_FILES[kind])))
         description = f"{kind}, {damage_file(path, chance)}"
         life = Life(place / "run", layout, place / "data" / self.dataset.name)
-        attempt = life.start()
-        try:
+        with self._attempt(life) as attempt:
             if not attempt.wait(LIMIT_SECONDS):
                 raise Broken(f"{description}: no end")
-            if attempt.status not in (0, 2):
-                raise Broken(f"{description}: status {attempt.status}")
-            if "Traceback" in attempt.output:
-                raise Broken(f"{description}: a traceback")
+            if attempt.status not in (0, 2) or "Traceback" in attempt.output:
+                raise Broken(f"{description}: status {attempt.status}, or a traceback")
             reported = attempt.status == 2 or "damaged" in attempt.output
             trained = attempt.status == 0 and self._same_end(life)
             if attempt.status == 0 and not trained and not reported and kind != ".bin":
                 raise Broken(f"{description}: losses changed silently")
-        except Broken:
-            self._keep(life, attempt)
-            raise
-        finally:
-            attempt.kill()
         shutil.rmtree(place)
         outcome = f"status {attempt.status}, {'reported' if reported else 'unharmed' if trained else 'UNDETECTED'}"
         self.outcomes[DAMAGE][outcome] += 1
@@ -220,7 +199,17 @@ class Campaign:
         ours, theirs = final_tensors(life.folder), self.undisturbed[life.layout].tensors
         return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
-    def _keep(self, life: Life, attempt: Attempt) -> None:
-        """Retain the folder of a failed run with a list of its faults; the next run uses a new folder."""
-        life.folder.with_name(life.folder.name + ".faults").write_text("\n".join(life.faults) + "\n")
-        self.lives.pop(life.layout, None)
+    @contextmanager
+    def _attempt(self, life: Life, *settings: str) -> Iterator[Attempt]:
+        """Start a run, and end it. If it is Broken, retain its folder with its faults; the next run uses a new one."""
+        attempt = life.start(*settings)
+        try:
+            yield attempt
+        except Broken:
+            life.folder.with_name(life.folder.name + ".faults").write_text("\n".join(life.faults) + "\n")
+            self.lives.pop(life.layout, None)
+            raise
+        finally:
+            attempt.kill()
+            if self.interposer is not None:
+                self.interposer.heal()
