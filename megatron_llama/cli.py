@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_llama import event_hook, optional_tools
-from megatron_llama.system.errors import LaunchFailed, Stopped, machine_fault
+from megatron_llama.system.errors import PATHS, LaunchFailed, Stopped, machine_fault
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RESTART, EXIT_USER
 from megatron_llama.system.files import copies_folder, remove_orphans
 from megatron_llama.system.missing_packages import require_packages
@@ -97,7 +97,7 @@ def main(argv: Sequence[str], entry: Entry | None = None, subfolder: str | None 
     """
     if {"--help", "-h"} & set(argv):
         sys.stdout.write(usage())
-        return _flush_output()
+        return flush_output()
     overrides = [argument for argument in argv if argument not in ("--dry-run", NO_PLAN)]
     if "--dry-run" in argv:
         overrides.append("dry_run=true")  # last, so that it wins
@@ -145,7 +145,7 @@ def _report_errors(overrides: list[str], entry: Entry | None, subfolder: str | N
         if fault is None:
             raise
         sys.stderr.write(f"{wrap(fault)}\n")
-        status = EXIT_FAILED
+        status = EXIT_USER if getattr(error, "errno", None) in PATHS else EXIT_FAILED
     ignore_signals()
     if context is None or context.rank == 0:
         report_to_batch_script(status)
@@ -244,7 +244,7 @@ def _run(
     # As typed: device=auto and raw data files, which a later start may find or prepare elsewhere.
     plan = replace(plan, requested=requested, chosen=(*_describe_source(config, overrides), *plan.chosen))
     if config.dry_run:
-        return _print_plan(plan) if is_first else _flush_output(), None
+        return _print_plan(plan) if is_first else flush_output(), None
 
     if freed := remove_orphans(keep=copies_of(plan.run_dir, config) if config.run.dir else ""):
         sys.stderr.write(f"freed {gib(freed)} in {copies_folder()}: copies in memory of deleted runs\n")
@@ -289,7 +289,7 @@ def _print_plan(plan: Plan) -> int:
     if problems := _check_datasets(plan):
         raise ConfigError(problems)
     sys.stdout.write(format_plan(plan).rstrip() + "\n")
-    return _flush_output()
+    return flush_output()
 
 
 def _fetch_weights(plan: Plan) -> list[Problem]:
@@ -318,7 +318,7 @@ def _check_datasets(plan: Plan) -> list[Problem]:
     return check_data(plan.config)
 
 
-def _flush_output() -> int:
+def flush_output() -> int:
     """Flush stdout; return an error status if output was lost."""
     sys.stdout.flush()
     loss = stdout_loss()

@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 if __name__ == "__main__":
-    from megatron_llama.system.errors import leave
+    from megatron_llama.system.errors import run_main
     from megatron_llama.tools.inference.generate_cli import main
 
-    leave(main(sys.argv[1:]))
+    run_main(lambda: main(sys.argv[1:]))

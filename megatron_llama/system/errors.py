@@ -58,14 +58,17 @@ def reason_of(error: BaseException) -> str:
 
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
+PATHS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)  # errors of a path that the user has chosen
 
 
 def machine_fault(error: BaseException) -> str | None:
-    """Return the message for a full, read-only or broken disk, a killed worker or a limit; else None."""
+    """Return the message for an unusable path or disk, a killed worker or a limit; else None."""
     if isinstance(error, MachineError) and isinstance(error.__cause__, OSError | None):
         return str(error)
-    if isinstance(error, OSError) and error.errno in _DISK and error.filename:
+    if isinstance(error, OSError) and error.errno in (*_DISK, *PATHS) and error.filename:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # of the module tempfile
+        return f"{error.strerror}: set TMPDIR to a folder that can be written"
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
         return f"too many open files: run `ulimit -n {MOST_FILES}` before this command, or ask the administrator"
     return explain_limit(error)
@@ -103,11 +106,9 @@ def run_main(main: Callable[[], int], *, raises_sigterm: bool = False) -> None:
         status = _report("stopped", "interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
         status = EXIT_PIPE
-    except PermissionError as error:
-        status = _report("error", f"{error.filename}: {error.strerror}", EXIT_USER)
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        status = _report("error", f"{where}{error.strerror or error}", EXIT_FAILED)
+        text = f"{error.filename}: " * bool(error.filename) + str(error.strerror or error)
+        status = _report("error", text, EXIT_USER if error.errno in PATHS else EXIT_FAILED)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

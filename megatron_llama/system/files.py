@@ -65,8 +65,8 @@ def atomic_open(path: Path, *, private: bool = False) -> Iterator[IO[bytes]]:
             return
         os.replace(draft, path)
         sync_folder(path.parent)
-    except OSError as error:  # writes to an open file do not name it
-        error.filename = error.filename or str(path)
+    except OSError as error:  # which names the draft, or no file if it was open
+        error.filename = str(path) if str(error.filename or draft) == str(draft) else error.filename
         raise
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -259,7 +259,8 @@ def file_lock(path: Path) -> Iterator[None]:
 
 def unlock(file: IO[Any]) -> None:
     """Release the lock of an open file in all processes that inherited it."""
-    fcntl.flock(file, fcntl.LOCK_UN)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def process_folder(name: str = "") -> Path:

@@ -178,6 +178,8 @@ def _from(error: Exception, cause: BaseException | None) -> Exception:
         (_from(MachineError("step 2 could not be written (No space left on device)"), OSError(28, "No space")), True),
         (_from(MachineError("step 2 could not be written (TypeError)"), TypeError("of the program")), False),
         (OSError(28, "No space left on device", "/run/metrics.jsonl"), True),
+        (PermissionError(13, "Permission denied", "/other/run"), True),
+        (FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"), True),
         (OSError(28, "No space left on device"), False),  # where, only the traceback says
         (FileNotFoundError(2, "No such file", "/run/step"), False),
     ],

@@ -72,12 +72,13 @@ def test_messages_are_wrapped_and_printable() -> None:
     done = run("print('x')", ">/dev/full")
     assert done.returncode == 1 and done.stderr == b"-c: error: No space left on device\n", done.stderr.decode()
     assert rb"-c: error: a\x1b[31m\u202eb" in run(r"raise UserError('a\x1b[31m\u202eb')", "2>&1").stdout
+    assert run("open('x' * 256)", "2>&1 | tail -c 20").stdout == b" File name too long\n"
     done = run("print('\\u2192')", "", encoding="ascii")
     assert (done.returncode, done.stdout) == (3, b"\\u2192\n"), done.stderr.decode()
 
 
 @pytest.mark.parametrize(
-    "script", ["compare.py", "traffic.py", "import_config.py", "verify_checkpoint.py", "plan.py", "rehearse.py"]
+    "script", ["compare.py", "traffic.py", "import_config.py", "verify_checkpoint.py", "plan.py", "generate.py"]
 )
 def test_scripts_end_quietly_with_their_reader(script: str, tmp_path: Path) -> None:
     line = f"set -o pipefail; {sys.executable} {ROOT}/scripts/{script} --help | (exec <&-)"
@@ -172,10 +173,8 @@ def test_while_a_program_runs(body: str, status: int, message: str) -> None:
 
 
 def test_a_users_program_keeps_its_handlers() -> None:
-    done = run_command(
-        sys.executable, "-c", "import signal, megatron_llama; print(signal.getsignal(2) is signal.default_int_handler)"
-    )
-    assert done.stdout == "True\n"
+    program = "import signal, megatron_llama; print(signal.getsignal(2) is signal.default_int_handler)"
+    assert run_command(sys.executable, "-c", program).stdout == "True\n"
 
 
 def test_tests_run_with_default_signals() -> None:

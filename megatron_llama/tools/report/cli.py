@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,7 +58,7 @@ def write_report(folders: Sequence[Path], output: Path) -> int:
     if output.is_dir():
         problems.append(Problem("--output", str(output), "is a folder", f"write --output {output / REPORT_FILE}"))
     runs = []
-    for folder, name in zip(folders, labels([str(folder.resolve()) for folder in folders]), strict=True):
+    for folder, name in zip(folders, labels([os.path.realpath(folder) for folder in folders]), strict=True):
         if any(problem.value == str(folder) for problem in problems):
             continue
         try:
@@ -83,7 +84,7 @@ def write_report(folders: Sequence[Path], output: Path) -> int:
 
 def check_runs(folders: Sequence[Path]) -> list[Problem]:
     """Return the problems of paths that are no run folders, and of runs given twice."""
-    problems, known = [], set[Path]()
+    problems, known = [], set[str]()
     for folder in folders:
         instead = "write the path of a run folder, such as runs/mine"
         rule = ""
@@ -95,9 +96,9 @@ def check_runs(folders: Sequence[Path]) -> list[Problem]:
             has_settings = (folder / NAME).is_file()
             rule = "has no step yet" if has_settings else "is not a run folder: it has no metrics.jsonl"
             instead = "wait for the first step" if has_settings else instead
-        elif folder.resolve() in known:
+        elif os.path.realpath(folder) in known:
             rule, instead = "is given twice", "give each run once"
-        known.add(folder.resolve())
+        known.add(os.path.realpath(folder))
         if rule:
             problems.append(Problem("RUN", str(folder), rule, instead))
     return problems
