@@ -167,9 +167,9 @@ def _one_connection(item: DownloadItem, stop: threading.Event) -> int | None:
         length = response.headers.get("Content-Length")
         size = int(length) + (have if is_resumed else 0) if length is not None else None
         validator = response.headers.get("ETag") or response.headers.get("Last-Modified")
-        if not is_resumed:
-            item.note.write_text(json.dumps({"validator": validator, "size": size}))
         with open(item.part, "ab" if is_resumed else "wb") as file:
+            if not is_resumed:  # after the part is empty: a kill must not leave another version's bytes under this note
+                item.note.write_text(json.dumps({"validator": validator, "size": size}))
             while chunk := response.read(CHUNK_BYTES):
                 file.write(chunk)
                 if stop.is_set():

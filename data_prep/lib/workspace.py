@@ -227,7 +227,7 @@ def _lock_folder(folder: Path) -> IO[bytes]:
             lock = open(folder / "lock", "wb")
         except OSError as error:
             raise UserError(f"cannot write to the output folder {folder.parent}: {error.strerror}") from None
-        if not try_lock(lock):
+        if try_lock(lock) is False:
             lock.close()
             raise Locked(f"another run is writing this output: {folder} is locked")
         # Another run may have removed the folder between open and lock.

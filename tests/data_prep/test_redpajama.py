@@ -10,6 +10,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -133,6 +134,9 @@ def test_a_part_of_a_file_that_changed_is_not_continued(tmp_path: Path, server: 
     assert (tmp_path / "arxiv/arxiv_0.jsonl.part").stat().st_size == 1000
     server.break_after.clear()
     server.files[name] = b'{"text": "another"}\n' * 300
+    with patch.object(Path, "write_text", side_effect=KeyboardInterrupt):  # killed when it notes the version
+        assert download(url, tmp_path, "--subsets", "arxiv").returncode == 130
+    assert not (tmp_path / "arxiv/arxiv_0.jsonl.part").exists()
     output_of(download(url, tmp_path, "--subsets", "arxiv"))
     assert (tmp_path / "arxiv/arxiv_0.jsonl").read_bytes() == server.files[name]
 
