@@ -22,6 +22,7 @@ from megatron_llama.checkpoint.changed_settings import Difference, check_allowed
 from megatron_llama.checkpoint.export import export
 from megatron_llama.checkpoint.folder import (
     begin_writing,
+    clean,
     fallback_folder,
     find_checkpoint,
     move_aside,
@@ -431,13 +432,13 @@ class Checkpointer:
 
 
 def _check_fallback(settings: CheckpointConfig, checkpoints: Location) -> None:
-    """Create the run's folder in checkpoint.fallback_dir. Raises ConfigError if it cannot be written."""
+    """Create or clean the run's folder in checkpoint.fallback_dir. Raises ConfigError if it cannot be written."""
     folder = fallback_folder(settings, checkpoints)
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with TemporaryFile(dir=folder):
-                pass
+            TemporaryFile(dir=folder).close()
+            clean(folder)
         except OSError as error:
             rule, instead = f"cannot be written: {error.strerror}", "name a folder on another disk, or omit it"
             raise ConfigError([Problem("checkpoint.fallback_dir", settings.fallback_dir, rule, instead)]) from None

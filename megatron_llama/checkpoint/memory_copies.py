@@ -94,8 +94,6 @@ class Register:
 
     def write(self, checkpoints: Location) -> None:
         """Write the register. Raises OSError."""
-        if isinstance(checkpoints, Path):
-            checkpoints.mkdir(parents=True, exist_ok=True)
         write_atomically(checkpoints / MEMORY_KEY, json.dumps(asdict(self)))
 
 

@@ -135,7 +135,6 @@ def _read(path: Path) -> np.ndarray | None:
 def _write(plan: Plan, path: Path, values: np.ndarray) -> None:
     """Write a file. Raises ConfigError."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_open(path) as file:
             np.save(file, values)
     except OSError as error:

@@ -183,8 +183,9 @@ def test_the_fallback_folder_has_the_last_step(tmp_path: Path) -> None:
     (saved,) = other.glob("run-*")
     assert saved_steps(tmp_path / "run" / "checkpoints") == [1] == saved_steps(other) and saved_steps(saved) == [2]
     shutil.move(saved / "step_00000002", tmp_path / "run" / "checkpoints")
-    resumed = run(2, tmp_path / "run", *LAYOUT, NO_SAVE, until=3)
-    assert resumed.started_at == 2
+    (saved / ".step_00000003.partial").mkdir()  # of a killed save
+    resumed = run(2, tmp_path / "run", *LAYOUT, NO_SAVE, f"checkpoint.fallback_dir={other}", until=3)
+    assert resumed.started_at == 2 and [path.name for path in saved.iterdir()] == ["latest"]
     with raises_with_message(RankFailed, "checkpoint.fallback_dir.*cannot be written"):
         run(1, tmp_path / "new", "checkpoint.fallback_dir=/proc/x")
     assert resumed.losses == {3: run(2, tmp_path / "whole", *LAYOUT, NO_SAVE, until=3).losses[3]}
