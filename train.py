@@ -10,11 +10,11 @@ if __name__ == "__main__":  # before slow imports, during which a signal may arr
     protect_output()
 
 from megatron_llama.cli import main  # noqa: E402
-from megatron_llama.system.errors import leave  # noqa: E402
+from megatron_llama.system.errors import leave, run_main  # noqa: E402
 
 if __name__ == "__main__":
     if {"-m", "--multirun"} & set(sys.argv[1:]) and not {"-h", "--help"} & set(sys.argv[1:]):
         from megatron_llama.tools.sweep.cli import main as sweep
 
-        leave(sweep(sys.argv[1:]))
+        run_main(lambda: sweep(sys.argv[1:]))
     leave(main(sys.argv[1:]))

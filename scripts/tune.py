@@ -11,4 +11,4 @@ if __name__ == "__main__":
     from megatron_llama.system.errors import run_main
     from megatron_llama.tools.tune.cli import main
 
-    run_main(lambda: main(sys.argv[1:]))
+    run_main(lambda: main(sys.argv[1:]), raises_sigterm=True)

@@ -6,7 +6,8 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from megatron_llama.config import ConfigError, Problem, format_problems
 from megatron_llama.system.errors import reason_of
 from megatron_llama.system.exit_status import EXIT_USER
+from megatron_llama.system.files import FolderTaken, locked_folder
 from megatron_llama.system.programs import BATCH_FOLDER, BATCH_SCRIPT, batch_variables, name_commands
 from megatron_llama.system.rerun_command import ArgumentParser
 
@@ -64,6 +66,24 @@ def check_recipe(option: str, path: Path, mark: str) -> None:
     except OSError as error:
         rule = f"cannot be written: {error.strerror}"
     raise ConfigError([Problem(option, str(path), rule, instead)])
+
+
+@contextmanager
+def locked_setting(name: str, folder: Path) -> Iterator[None]:
+    """Lock the folder of a setting, created if it is missing and removed if it stays empty. Raises ConfigError."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked_folder(Path(os.path.realpath(folder))))
+        except OSError as error:
+            taken = isinstance(error, FolderTaken)
+            rule = "is in use by another process" if taken else f"cannot be written: {error.strerror}"
+            advice = "wait for its end, or " * taken + f"write another {name}=PATH"
+            raise ConfigError([Problem(name, str(folder), rule, advice)]) from None
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def show_line(text: str) -> None:

@@ -227,7 +227,8 @@ def test_a_plan_that_cannot_be_printed_is_no_success(lost: bool, status: int, me
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer if lost else "/dev/full", "w") as output:
-        command = [sys.executable, str(TRAIN_PY), "--help"]
+        words = ["--help"] if lost else ["-m", "--dry-run", "data=mock", "optim.lr=1,2"]
+        command = [sys.executable, str(TRAIN_PY), *words]
         done = subprocess.run(command, env=environment(), stdout=output, stderr=subprocess.PIPE, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (status, message)
 

@@ -81,7 +81,6 @@ def _draw(plan: Plan, run: PlannedRun | None, out: Path) -> int:
             else record_passes.pass_times_by_flops(plan)
         )
     picture, ideal = schedule_picture(plan, pass_times, microbatches, hardware, measured)
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, as_svg(picture) if out.suffix == ".svg" else as_png(picture))
     report = _report(plan, pass_times, ideal, measured, microbatches)
     lines = [*head, *layout_lines(plan, hardware), "", *report, "", f"picture: {out}"]

@@ -311,7 +311,6 @@ def calibrate(path: Path | None = None) -> int:
         by_ranks=by_ranks,
     )
     path = path or this_machine.calibration_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(asdict(machine), indent=1) + "\n")
     sys.stdout.write(f"wrote {path}\n")
     return 0

@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from types import FrameType
 
-from megatron_llama.cli import CONF_DIR, NO_PLAN, parse_overrides
+from megatron_llama.cli import CONF_DIR, NO_PLAN, flush_output, parse_overrides
 from megatron_llama.config import ConfigError, Problem, format_problems
 from megatron_llama.config.conf_folders import check_current_folder
 from megatron_llama.config.problems import write_override
@@ -19,12 +20,12 @@ from megatron_llama.launch.environment import process_context
 from megatron_llama.launch.world import find_world
 from megatron_llama.plan import Plan
 from megatron_llama.system.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESTART, EXIT_USER
-from megatron_llama.system.files import FolderTaken, locked_folder, write_atomically
+from megatron_llama.system.files import write_atomically
 from megatron_llama.system.output import import_pyplot
 from megatron_llama.system.programs import BATCH_FOLDER, ROOT
-from megatron_llama.system.signals import JOB_SIGNALS, handle_signals
+from megatron_llama.system.signals import JOB_SIGNALS, exit_with_parent, handle_signals
 from megatron_llama.system.tables import markdown_table, short_count, text_table
-from megatron_llama.tools.common import call_slurm, submit_job
+from megatron_llama.tools.common import call_slurm, locked_setting, submit_job
 from megatron_llama.tools.figures import STYLE, as_png
 from megatron_llama.tools.report.curves import LOSS, Curve, Metrics, is_number, read_run_metrics, smoothed
 from megatron_llama.tools.sweep.combinations import RUN_DIR, Combination, Sweep, SweepState, combinations
@@ -55,17 +56,21 @@ def run_sequentially(sweep: Sweep, state: SweepState, run: RunFunction) -> int |
 
 
 def run_train_py(arguments: Sequence[str]) -> int:
-    """Run ``python train.py --no-plan`` in a subprocess and forward signals to it."""
+    """Run ``python train.py --no-plan`` in a subprocess, which ends with this process, and forward signals to it."""
     signals: list[int] = []
-    child = subprocess.Popen([sys.executable, str(ROOT / "train.py"), NO_PLAN, *arguments])
+    children: list[subprocess.Popen[bytes]] = []
+    command = [sys.executable, str(ROOT / "train.py"), NO_PLAN, *arguments]
 
     def forward(number: int, frame: FrameType | None) -> None:
         signals.append(number)
-        if number != signal.SIGINT:  # the terminal sends SIGINT to both
+        for child in children:  # a SIGINT of the terminal and this one count as one
             child.send_signal(number)
 
     with handle_signals((signal.SIGINT, *JOB_SIGNALS), forward):
-        status = child.wait()
+        children.append(subprocess.Popen(command, preexec_fn=partial(exit_with_parent, os.getpid())))
+        for number in signals:  # received before the process started
+            children[0].send_signal(number)
+        status = children[0].wait()
     if signals and status == 0:  # the signal arrived between runs or at the end of a run
         return EXIT_RESTART
     return 128 - status if status < 0 else status
@@ -135,9 +140,9 @@ def main(argv: Sequence[str], run: RunFunction = run_train_py) -> int:
         plans = plan_runs(sweep, any_device=slurm is not None or bool(dry))
         sys.stdout.write(plan_table(sweep, plans, state) + "\n")
         if dry:
-            return 0
+            return flush_output()
         stopped = None
-        with _locked(sweep):
+        with locked_setting(RUN_DIR, sweep.folder):
             if slurm is None:
                 stopped = run_sequentially(sweep, state, run)
             else:
@@ -150,24 +155,6 @@ def main(argv: Sequence[str], run: RunFunction = run_train_py) -> int:
         sys.stdout.write("Stopped. Run the same command to resume the sweep.\n")
         return stopped
     return 0 if all(state[combination].finished for combination in sweep.combinations) else EXIT_FAILED
-
-
-@contextmanager
-def _locked(sweep: Sweep) -> Iterator[None]:
-    """Lock a sweep's folder, which is created if it is missing. Raises ConfigError."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(locked_folder(sweep.folder))
-        except OSError as error:
-            taken = isinstance(error, FolderTaken)
-            rule = "is in use by another process" if taken else f"cannot be written: {error.strerror}"
-            advice = "wait for its end, or " * taken + f"write another {RUN_DIR}=PATH"
-            raise ConfigError([Problem(RUN_DIR, str(sweep.folder), rule, advice)]) from None
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                sweep.folder.rmdir()  # if it is empty: sbatch rejected the first job
 
 
 def plan_runs(sweep: Sweep, any_device: bool) -> list[Plan]:

@@ -113,9 +113,9 @@ def _values(override: Override, conf_dir: Path) -> list[str]:
 
 
 def _file_name(text: str) -> str:
-    """Shorten ``text`` to a file name that needs no quotes in a shell or in Hydra's grammar."""
-    plain = re.sub(r"[^\w.+-]+", "_", text)
-    return plain if len(plain) <= 120 else f"{plain[:110]}-{_digest([text])}"
+    """Shorten ``text`` to a file name that needs no quotes in a shell."""
+    plain = re.sub(r"[^\w.+-]+", "_", text).encode()
+    return plain.decode() if len(plain) <= 120 else f"{plain[:110].decode(errors='ignore')}-{_digest([text])}"
 
 
 def _digest(words: Sequence[str]) -> str:
@@ -171,7 +171,6 @@ class SweepState:
         """Store the state of a run."""
         self._states[run.name] = replace(self._states[run.name], status=status, job=job)
         runs = {name: asdict(state) for name, state in self._states.items()}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self._path, json.dumps({"runs": runs}, indent=1) + "\n")
 
     def _read(self) -> dict[str, RunState]:

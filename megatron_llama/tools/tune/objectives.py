@@ -17,12 +17,12 @@ from megatron_llama.config import Config, ConfigError, Problem
 from megatron_llama.config.settings_table import check_limits, get
 from megatron_llama.plan import batch_line
 from megatron_llama.plan.defaults_and_notes import choose_defaults
-from megatron_llama.system.files import FolderTaken, locked_folder, write_atomically
+from megatron_llama.system.files import write_atomically
 from megatron_llama.system.progress import ProgressBar
 from megatron_llama.system.tables import GIB, gib, plural, text_table
 from megatron_llama.system.wrapping import WIDTH, wrap_lines
 from megatron_llama.tools.cluster_settings import CLUSTER, ClusterConfig, TuneConfig, load_section, load_tuning
-from megatron_llama.tools.common import NO_FILES, check_recipe
+from megatron_llama.tools.common import NO_FILES, check_recipe, locked_setting
 from megatron_llama.tools.plan.forecast_run import MOST_DEVICES, forecast_plan
 from megatron_llama.tools.planned_run import read_config
 from megatron_llama.tools.tune import longest_sequence
@@ -186,12 +186,8 @@ def run_search(request: TuneRequest, tuned: Tuner, space: CandidateSpace) -> Sea
     if not tune.trials:
         return search(tuned, space, 0, None, attempt)
     inputs = {"words": list(request.overrides), "steps": tune.steps, "machine": f"{target.ranks} {target.name}"}
-    try:
-        with locked_folder(folder):
-            return search(tuned, space, tune.trials, trials.Journal(folder, inputs), attempt)
-    except FolderTaken:
-        rule, advice = "is in use by another search", "wait for its end, or write another tune.dir=PATH"
-        raise ConfigError([Problem("tune.dir", str(folder), rule, advice)]) from None
+    with locked_setting("tune.dir", folder):
+        return search(tuned, space, tune.trials, trials.Journal(folder, inputs), attempt)
 
 
 def failure_lines(result: SearchResult) -> Iterable[str]:
@@ -220,7 +216,6 @@ def _show_and_write(request: TuneRequest, result: SearchResult) -> None:
     comment = experiment_comment(result, config, request.tune.objective)
     stated = {name: get(config, name) for name in STATED}
     text = trials.experiment_text(request.overrides, {**stated, **best.settings}, comment, always=STATED)
-    request.output.parent.mkdir(parents=True, exist_ok=True)  # of tune.name
     write_atomically(request.output, text)
     chosen = name if request.output == trials.experiment_path(name) else request.output
     _print_lines(["", f"wrote {request.output}", f"  python train.py experiment={chosen}"])

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +21,7 @@ from megatron_llama.tools.sweep.cli import main
 from megatron_llama.tools.sweep.combinations import combinations
 from megatron_llama.train.metrics_file import METRICS_FILE
 from tests.golden import GoldenFiles
-from tests.processes import losses, run_train_py
+from tests.processes import Launcher, gone, losses, run_train_py, wait_until
 
 TINY = (
     "model=llama_2m data=mock device=cpu data.seq_length=32 model.num_hidden_layers=1 model.hidden_size=32 "
@@ -88,6 +92,22 @@ def test_a_folder_has_one_sweep_at_a_time(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "sweep.json").write_text('{"runs": [1]}')
     assert main(["-m", *TWO, f"run.dir={tmp_path}"], FakeTrain()) == 2
     assert "sweep.json" in capsys.readouterr().err
+    (tmp_path / "s" / "sweep.md").unlink()
+    (tmp_path / "s" / "sweep.md").mkdir()
+    status, printed = run_train_py(tmp_path / "s", "-m", *TWO)
+    assert status == 1 and printed.endswith("sweep.md:\n    Is a directory\n") and "Traceback" not in printed
+
+
+def test_a_run_gets_signals_and_ends_with_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "executable", "/bin/sh")
+    (tmp_path / "train.py").write_text("trap 'exit 75' INT; ln -s $$ $2; while :; do sleep 0.1; done")
+    for number, status in ((signal.SIGINT, 75), (signal.SIGKILL, -9)):
+        pid = tmp_path / number.name
+        sweep = Launcher(partial(cli.run_train_py, [str(pid)]), tmp_path)
+        wait_until(pid.is_symlink)
+        os.kill(sweep.pid, number)
+        assert sweep.wait() == status and gone(int(os.readlink(pid)))
 
 
 @pytest.mark.parametrize(
@@ -104,14 +124,8 @@ def test_the_table_has_the_last_losses(value: object, cells: list[str], tmp_path
     assert (tmp_path / "s" / "sweep.md").read_text().splitlines()[2].split(" | ")[2:5] == ["2", *cells]
 
 
-def test_two_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(arguments: Sequence[str]) -> int:
-        status, printed = run_train_py(tmp_path / "s" / Path(arguments[-1]).name, *arguments[:-1])
-        assert status == 0, printed
-        return status
-
-    (tmp_path / "s").mkdir()
-    assert main(["-m", *TWO, "trainer.val_every_steps=1", f"run.dir={tmp_path}/s"], run) == 0
+def test_two_real_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", *TWO, "trainer.val_every_steps=1", f"run.dir={tmp_path}/s"]) == 0
     ends = [losses(tmp_path / "s" / name)[-1] for name in NAMES]
     assert ends[0] != ends[1]
     rows = [row.split(" | ") for row in (tmp_path / "s" / "sweep.md").read_text().splitlines()]
@@ -119,14 +133,9 @@ def test_two_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert [row[1:4] for row in rows[2:]] == [["done", "2", f"{loss:.4f}"] for loss in ends]
     assert all(float(row[4]) > 0 for row in rows[2:])
     assert (tmp_path / "s" / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert f"{ends[1]:.4f}" in capsys.readouterr().out
-
-
-def test_a_run_prints_the_path_of_its_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["-m", *TWO, f"run.dir={tmp_path}"]) == 0
     printed = capfd.readouterr().out
-    assert "rank grid" not in printed
-    for plan in (tmp_path / name / "plan.txt" for name in NAMES):
+    assert f"{ends[1]:.4f}" in printed and "rank grid" not in printed
+    for plan in (tmp_path / "s" / name / "plan.txt" for name in NAMES):
         assert f"plan: {plan}\n" in printed and "rank grid" in plan.read_text()
 
 

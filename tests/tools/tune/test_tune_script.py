@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -83,10 +84,7 @@ def test_context_parallelism_and_recomputation_in_the_table() -> None:
 def test_the_longest_layout_uses_context_parallelism() -> None:
     layouts = list(Tuner(tuned().config, {}, tuned(cores=4).target, context=True).layouts(4))
     assert {layout["trainer.cp"] for layout in layouts} == {1, 2, 4}
-    assert all(
-        layout["trainer.tp"] * layout["trainer.cp"] * layout["trainer.pp"] * layout["trainer.dp"] == 4
-        for layout in layouts
-    )
+    assert {math.prod(layout[f"trainer.{axis}"] for axis in ("tp", "cp", "pp", "dp")) for layout in layouts} == {4}
     assert {layout["trainer.cp"] for layout in tuned().layouts(2)} == {1}, "other objectives keep the config's size"
 
 
@@ -94,10 +92,8 @@ def test_the_longest_sequence_in_any_layout_uses_mlp_chunks() -> None:
     words = ("model.intermediate_size=4096", "model.max_position_embeddings=1000000")
 
     def longest(*overrides: str) -> tuple[int, dict[str, int]]:
-        def fits(each: Candidate) -> bool:
-            return each.required_bytes <= 2 << 30
-
-        return longest_in_any_layout(tuned(*overrides, memory=2 << 30), fits, lambda _: None)
+        tuner = tuned(*overrides, memory=2 << 30)
+        return longest_in_any_layout(tuner, lambda each: each.required_bytes <= 2 << 30, lambda _: None)
 
     tokens, settings = longest(*words)
     whole, nothing = longest(*words, "trainer.compile=true")
@@ -135,7 +131,7 @@ def test_trials_on_this_machine(
     assert "no disk" in capsys.readouterr().err and not (output_dir / "other.yaml").exists()
     with locked_folder(output_dir / "runs/tune-other"):
         assert main([*WORDS, "tune.trials=2", "tune.name=other", "cluster.devices_per_node=2"]) == 2
-    assert "is in use by another search" in capsys.readouterr().err
+    assert "is in use by another process" in capsys.readouterr().err
     Path("recipe.yaml").touch()
     for path in ("recipe.yaml", "recipe.txt", "recipe.yaml/best.yaml"):
         assert main([*WORDS, f"--output={path}"]) == 2, "before the search"
