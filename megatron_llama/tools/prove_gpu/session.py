@@ -41,7 +41,7 @@ LOG = "log.txt"
 LINES_OF_FAILURE = 3
 POLL_SECONDS = 0.1
 LEAST_LIMIT_SECONDS = 90.0
-COLD_COMPILE_SECONDS = 300.0  # least limit of a run that compiles
+COLD_COMPILE_SECONDS = 300.0  # least limit of a process that compiles
 GRACE_SECONDS = 5.0
 
 
@@ -203,18 +203,18 @@ class Session:
         if reason := self.environment["compiler_missing"]:
             raise NotRun(f"torch.compile is unavailable: {reason}")
 
-    def limit(self) -> float:
+    def limit(self, compiles: bool) -> float:
         """Return the seconds after which a process counts as hanging."""
-        return max(LEAST_LIMIT_SECONDS, self.clock.seconds / 4)
+        return max(COLD_COMPILE_SECONDS if compiles else LEAST_LIMIT_SECONDS, self.clock.seconds / 4)
 
-    def run(self, name: str, words: Sequence[str], *, hangs_after: float | None = None) -> Process:
+    def run(self, name: str, words: Sequence[str], *, compiles: bool = False) -> Process:
         """Run a command of Python; its output goes to ``name/log.txt`` in the folder.
 
         Raises:
             NotRun: the time of the whole command ended first.
             CheckFailed: the process did not end within its limit.
         """
-        limit = self.limit() if hangs_after is None else hangs_after
+        limit = self.limit(compiles)
         try:
             process = (self.start or self._start)([sys.executable, *words], min(limit, self.clock.left))
         except TimeoutError as error:
@@ -280,9 +280,8 @@ class Session:
         compiled = "trainer.compile=true" in words
         if compiled:  # equal graphs are compiled once
             words.append(f"trainer.compile_cache={self.work / 'compiled'}")
-        limit = max(self.limit(), COLD_COMPILE_SECONDS) if compiled else None
         try:
-            process = self.run(name, words, hangs_after=limit)
+            process = self.run(name, words, compiles=compiled)
         finally:
             for base in (folder, folder / PROFILING):
                 for path in sorted(path for pattern in SENT_BACK for path in base.glob(pattern)):
@@ -297,21 +296,21 @@ class Session:
         records = [record for record in read_metrics(files[0]) if "reduced_train_loss" in record]
         return TrainingRun(folder, process.output, records)
 
-    def module(self, name: str, module: str, *arguments: str) -> Any:
+    def module(self, name: str, module: str, *arguments: str, compiles: bool = False) -> Any:
         """Run a module of this package that prints a JSON value in its last line; return the value.
 
         Raises CheckFailed if the module failed.
         """
-        process = self.succeed(name, "-m", f"{__package__}.{module}", *arguments)
+        process = self.succeed(name, "-m", f"{__package__}.{module}", *arguments, compiles=compiles)
         for line in reversed(process.output.splitlines()):  # libraries may print at exit
             if line.startswith(("{", "[")):
                 with suppress(ValueError):
                     return json.loads(line)
         raise CheckFailed(f"no result in the output: {process.last_lines(1)}, see {name}/{LOG}")
 
-    def succeed(self, name: str, *words: str) -> Process:
+    def succeed(self, name: str, *words: str, compiles: bool = False) -> Process:
         """Run a command as ``run``. Raises CheckFailed also if it failed."""
-        process = self.run(name, words)
+        process = self.run(name, words, compiles=compiles)
         if process.status:
             raise CheckFailed(f"exit status {process.status}: {process.last_lines()}, see {name}/{LOG}")
         return process

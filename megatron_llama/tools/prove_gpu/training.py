@@ -341,7 +341,7 @@ def _run_benchmark(session: Session, row: Row) -> Outcome:
         *("--rounds", str(ROUNDS), "--steps", str(STEPS), "--output", str(output)),
     ]
     output.parent.mkdir(parents=True, exist_ok=True)
-    process = session.run(name, words, hangs_after=max(session.limit(), processes.COLD_COMPILE_SECONDS))
+    process = session.run(name, words, compiles=True)
     path = output.with_suffix(".json")
     if not path.is_file():
         if NOT_INSTALLED in process.output:
@@ -405,10 +405,10 @@ def rates(session: Session, _: Row) -> Outcome:
 
 def attention(session: Session, row: Row) -> Outcome:
     """Compare the kernels of a mode with fp64."""
-    if row.name == "compiled":
+    if compiles := row.name == "compiled":
         session.require_compiler()
-    size = "small" if session.small else "full"
-    return judge_attention(session.module(f"attention/{row.name}", "attention", session.device, row.name, size))
+    words = session.device, row.name, "small" if session.small else "full"
+    return judge_attention(session.module(f"attention/{row.name}", "attention", *words, compiles=compiles))
 
 
 def judge_attention(results: Sequence[dict[str, Any]]) -> Outcome:

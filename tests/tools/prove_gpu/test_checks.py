@@ -15,7 +15,7 @@ import pytest
 from megatron_llama.devices import get_device
 from megatron_llama.system.errors import UserError
 from megatron_llama.system.files import read_json
-from megatron_llama.tools.prove_gpu import cli
+from megatron_llama.tools.prove_gpu import cli, training
 from megatron_llama.tools.prove_gpu.environment import settings_of_environment
 from megatron_llama.tools.prove_gpu.run_checks import Outcome, Part, PartResult, Result, Row, Status, run_parts
 from megatron_llama.tools.prove_gpu.session import CheckFailed, Clock, NotRun, Process, Redactor, Session
@@ -238,6 +238,8 @@ def test_a_process_that_hangs_is_a_failure(tmp_path: Path) -> None:
 
     with pytest.raises(CheckFailed, match="timed out after 150 s, see smoke/log.txt"):
         session(tmp_path, hang).train("smoke")
+    with pytest.raises(CheckFailed, match="timed out after 300 s"):  # a cold compilation takes longer
+        training.attention(session(tmp_path, hang), Row("compiled"))
     assert "step 1" in (tmp_path / "folder/smoke/log.txt").read_text()
 
 
@@ -280,7 +282,7 @@ def test_a_refused_run_states_the_rule(tmp_path: Path) -> None:
         session(tmp_path, lambda *_: Process(1, "x\na\nb\n\nOutOfMemoryError")).train("smoke")
 
 
-def test_ranks_of_a_run() -> None:
+def test_ranks_of_a_run(tmp_path: Path) -> None:
     """trainer.dp fills the devices of a check, after tp and pp."""
     started: list[list[str]] = []
 
@@ -288,11 +290,9 @@ def test_ranks_of_a_run() -> None:
         started.append(words)
         return Process(1, "")
 
-    one = session(Path("/nonexistent"), note)
-    one._write_log = lambda *_: None  # type: ignore[method-assign]
     for overrides in (["trainer.tp=2", "trainer.pp=2"], []):
         with pytest.raises(CheckFailed):
-            one.train("x", *overrides, ranks=8)
+            session(tmp_path, note).train("x", *overrides, ranks=8)
     assert "trainer.dp=2" in started[0] and "trainer.dp=8" in started[1]
 
 

@@ -209,8 +209,7 @@ def forked(folder: Path) -> Session:
         target.parent.mkdir(parents=True, exist_ok=True)
         return Process(*run_train_py(target, *words[2:], timeout=limit))
 
-    facts = {"count": 1, "is_accelerator": False}
-    return Session(folder / "results", folder / "work", Clock(600), "cpu", facts, start=start)
+    return Session(folder / "results", folder / "work", Clock(600), "cpu", start=start)
 
 
 def test_recorded_losses(tmp_path: Path) -> None:
