@@ -36,16 +36,17 @@ def test_an_unknown_device_is_told_the_choices() -> None:
 @pytest.mark.parametrize(
     ("driver", "reason"),
     [
-        ("535.129.03", "driver 535.129.03 is too old for torch .* with CUDA 13.0; install driver 580 or newer, or"),
-        ("580.65.06", "check CUDA_VISIBLE_DEVICES, driver 580.65.06, and the GPUs of the job"),
-        (None, "check CUDA_VISIBLE_DEVICES, the driver, and the GPUs of the job"),
+        ("x86_64 Kernel Module  535.129.03", "535.129.03 is too old for torch .* CUDA 13.0; install driver 580"),
+        ("Open Kernel Module for x86_64  580.65.06", "CUDA_VISIBLE_DEVICES, driver 580.65.06, and the GPUs of the job"),
+        ("", "check CUDA_VISIBLE_DEVICES, the driver, and the GPUs of the job"),
     ],
 )
-def test_auto_reports_an_unusable_driver(driver: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_reports_a_bad_driver(driver: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(cuda.sys, "platform", "linux")
     monkeypatch.setattr(cuda, "_driver_present", lambda: True)
-    monkeypatch.setattr(cuda.Cuda, "hardware", lambda self: {} if driver is None else {"driver": driver})
+    (tmp_path / "version").write_text(f"NVRM version: NVIDIA UNIX {driver}  Release Build\nGCC version:  13.3.0\n")
+    monkeypatch.setattr(cuda, "DRIVER", tmp_path)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (line,) = ignored_devices()
@@ -190,11 +191,10 @@ PEAKS = {
 def test_peaks_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for model, bf16, fp32 in ((model, *peak) for peak, models in PEAKS.items() for model in models):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda model=model: f"NVIDIA {model}")
-        flops, source = cuda.DEVICE.peak_flops("bf16")
-        assert (flops, cuda.DEVICE.peak_flops("fp32")[0]) == (bf16 * 1e12, fp32 * 1e12), model
-        assert "data sheet" in source
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA T4")
-    assert cuda.DEVICE.peak_flops("bf16") == (0.0, "unknown for NVIDIA T4: set device.peak_tflops to see MFU")
+        rates = [cuda.DEVICE.peak_flops(precision).flops for precision in ("bf16", "fp32")]
+        assert rates == [bf16 * 1e12, fp32 * 1e12], model
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200 MIG")
+    assert cuda.DEVICE.peak_flops("bf16") == (0.0, "unknown for NVIDIA H200 MIG: set device.peak_tflops to see MFU")
 
 
 def test_the_forecasts_hardware_has_the_same_peaks() -> None:
@@ -270,7 +270,6 @@ def test_fault_counters_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda.DEVICE.open_fault_counters() is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert cuda.DEVICE.open_fault_counters() is None, "not installed"
-    assert get_device("cpu").open_fault_counters() is None
 
 
 def test_times_between_events_are_seconds() -> None:
@@ -283,7 +282,6 @@ def test_where_inductor_keeps_its_graphs(tmp_path: Path) -> None:
         variables = device.compile_environment(tmp_path)
         assert set(variables) == {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
         assert all(Path(value).is_relative_to(tmp_path) for value in variables.values())
-        assert len(set(variables.values())) == 2
         assert device.count_compiled_graphs(tmp_path) is None and device.ahead_of_time_environment() == {}
 
 
@@ -300,14 +298,16 @@ def test_variables_of_a_gpu_follow_from_the_layout() -> None:
         config = resolve(make(**{f"trainer.{name}": value for name, value in settings.items()}), ranks).config
         return cuda.DEVICE.environment(config)
 
-    plain = variables(1)
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in plain and "CUBLAS_WORKSPACE_CONFIG" not in plain
+    plain, no_cudnn = variables(1), "TORCH_CUDNN_SDPA_DEPRIORITIZED"
+    assert not plain.keys() & {"CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG", no_cudnn}
+    masked = make(**{"trainer.random_ltd.min_value": 64, "model.sliding_window": 48})
+    assert cuda.DEVICE.environment(masked)[no_cudnn] == "1"
     # With 1 torch aborts communicators while the flight recorder writes its dump.
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in plain
     full = variables(2, tp=2, deterministic=True)
     assert full["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and full["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     # fully_shard's collectives would wait in the single queue for matmuls that they should overlap.
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in variables(4, tp=2)
+    assert all("CUDA_DEVICE_MAX_CONNECTIONS" not in variables(4, tp=2, cp=cp) for cp in (1, 2))
 
 
 def test_the_allocator_has_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,5 +42,5 @@ PRODUCTS = (
 
 
 def find_product(device_name: str) -> Product | None:
-    """Return the GPU of a device name such as "NVIDIA H100 80GB HBM3", None for an unknown one."""
-    return next((product for product in PRODUCTS if re.search(rf"\b{product.name}\b", device_name)), None)
+    """Return the GPU of a device name such as "NVIDIA H100 80GB HBM3". None: unknown, or a part of a GPU (MIG)."""
+    return next((product for product in PRODUCTS if re.search(rf"\b{product.name}\b(?!.* MIG)", device_name)), None)

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_llama.arch.attention_pattern import Pattern, fits_varlen
+from megatron_llama.arch.attention_pattern import CAUSAL, Pattern, fits_varlen, pattern_of
 from megatron_llama.config import ConfigError, Problem
 from megatron_llama.devices.base import INDUCTOR, Device, FaultCounts, LazyModule, Peak, async_tp_problem, device_index
 from megatron_llama.devices.cuda import fault_counters, flash_attention_3, flight_recorder
@@ -125,7 +125,7 @@ class Cuda(Device):
         facts = {}
         with suppress(OSError):
             text = (DRIVER / "version").read_text(encoding="utf-8")
-            if version := re.search(r"Kernel Module\D*(\d[\d.]*)", text):
+            if version := re.search(r"Kernel Module.*?\s(\d[\d.]*)", text):
                 facts["driver"] = version[1]
         models: list[str] = []
         for path in sorted(DRIVER.glob("gpus/*/information")):
@@ -152,11 +152,12 @@ class Cuda(Device):
             # Segments grow in place, so fragments of freed blocks stay usable. Not tried with the symmetric memory of
             # async_tp. torch reads the older name first, so either name is the user's choice.
             variables[_ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
-        if trainer.tp > 1 and trainer.dp == 1 and not trainer.compile:
-            # megatron-core's linear layers overlap communication by kernel launch order, which needs one hardware
-            # queue. One queue would also serialize fully_shard's collectives with matmuls, so with data parallelism the
-            # default applies. Compiled blocks do not use these linear layers.
+        if trainer.tp > 1 and (trainer.dp, trainer.cp) == (1, 1) and not trainer.compile:
+            # The eager linear layers of megatron-core overlap communication by launch order, which needs one hardware
+            # queue. With data or context parallelism, fully_shard's collectives would wait in it for matmuls.
             variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        if trainer.random_ltd is not None and pattern_of(config.model) != CAUSAL:
+            variables["TORCH_CUDNN_SDPA_DEPRIORITIZED"] = "1"  # its gradients with a mask can be NaN: pytorch#196678
         if trainer.deterministic:
             variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         return variables

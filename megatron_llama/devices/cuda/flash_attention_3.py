@@ -11,8 +11,7 @@ import importlib.util
 import warnings
 
 PACKAGE, MODULE = "flash_attn_3", "flash_attn_interface"
-CAPABILITY = 9
-"""Major compute capability of Hopper, the only one that the kernels support."""
+CAPABILITY = 9  # major compute capability of Hopper, the only one that the kernels support
 
 
 def activate() -> bool:
