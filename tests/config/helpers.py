@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from megatron_llama.config import Config, ConfigError, Problem, RopeScaling
+from megatron_llama.config import Config, ConfigError, Problem, RopeScaling, load_config
 from megatron_llama.config.settings import RandomLTD, SparseAttention
 from megatron_llama.plan import Machine, resolve
+from tests.paths import CONF
 
 SECTIONS = {"rope_scaling": RopeScaling, "sparse_attention": SparseAttention, "random_ltd": RandomLTD}
 """Sections that are null by default."""
@@ -51,6 +54,13 @@ def problems_of(config: Config, world: int = 1, machine: Machine | None = None, 
     except ConfigError as error:
         return list(error.problems)
     return []
+
+
+def refused(*overrides: str, conf: Path = CONF) -> list[Problem]:
+    """The problems that load_config raises; it must raise."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides, conf)
+    return list(caught.value.problems)
 
 
 def as_typed(advice: str) -> tuple[str, Any]:

@@ -18,7 +18,7 @@ from megatron_llama.config.hf_config import (
     unsupported_architecture,
 )
 from megatron_llama.config.problems import MOST_CHARACTERS, Problem, format_problems, merge_problems
-from megatron_llama.config.rope import longest_sequence, unsupported_rope
+from megatron_llama.config.rope import longest_sequence
 from megatron_llama.plan import resolve
 from tests.paths import CONF
 
@@ -153,18 +153,6 @@ def test_the_context_of_phi_3_is_beside_the_scaling() -> None:
     assert (read["original_max_position_embeddings"], read["factor"]) == (1024, 4.0)
     del content["max_position_embeddings"]
     assert shape_from_hf(content)["rope_scaling"]["factor"] == 2.0, "transformers' default is 2048"
-
-
-@pytest.mark.parametrize(
-    ("rope", "clause"),
-    [
-        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "its llama3 scaling has no high_freq_factor"),
-        ({"rope_type": "longrope", "short_factor": [1.0]}, "its longrope scaling has no long_factor"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and only 1.0 is supported"),
-    ],
-)
-def test_unsupported_scalings(rope: dict[str, Any], clause: str) -> None:
-    assert unsupported_rope({**LLAMA, "rope_parameters": rope}) == [clause]
 
 
 EXTENDED = "model.rope_scaling={rope_type: yarn, factor: 8}"

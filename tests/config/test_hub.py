@@ -27,6 +27,7 @@ from megatron_llama.config.hub import (
 )
 from megatron_llama.text.tokenizer import TokenizerError, open_tokenizer
 from megatron_llama.tools.inference.saved_model import open_saved_model
+from tests.config.helpers import refused
 from tests.hub_server import COMMIT as NEWEST
 from tests.hub_server import HubServer, hub_server
 from tests.paths import ROOT
@@ -112,9 +113,7 @@ def test_a_snapshot_without_weights_names_the_command(hub: Path) -> None:
 
 
 def test_what_is_missing_is_refused_with_the_command(hub: Path) -> None:
-    with pytest.raises(ConfigError) as refused:
-        load_config(["model=from_hf", "init_from=org/llama"], ROOT / "conf")
-    (problem,) = refused.value.problems
+    (problem,) = refused("model=from_hf", "init_from=org/llama")
     assert problem.instead.endswith(f"cache {hub} (tried: HF_HUB_OFFLINE is set): hf download org/llama")
     with pytest.raises(ConfigError, match=r"hf\s+download\s+org/llama"):
         open_saved_model(Path("org/llama"))
@@ -206,9 +205,7 @@ def test_a_name_that_cannot_be_downloaded_says_why(
     prepare, reason = REFUSED[case]
     prepare(server, monkeypatch)
     name = case if case.startswith("org/") else "org/llama"
-    with pytest.raises(ConfigError) as refused:
-        load_config(["model=from_hf", f"init_from={name}"], ROOT / "conf")
-    (problem,) = refused.value.problems
+    (problem,) = refused("model=from_hf", f"init_from={name}")
     assert re.search(reason, problem.instead) and "hf download org/" in problem.instead
 
 

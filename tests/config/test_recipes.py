@@ -15,6 +15,7 @@ from megatron_llama.config.settings_table import settings_by_name
 from megatron_llama.config.text_checks import MOST_CHARACTERS, MOST_STEPS, check_interpolations, names_secret
 from megatron_llama.plan import format_plan, resolve
 from megatron_llama.system.wrapping import CONTROL
+from tests.config.helpers import refused
 from tests.golden import GoldenFiles
 from tests.messages import raises_with_message, unwrap
 from tests.paths import CONF
@@ -164,20 +165,10 @@ def test_references_are_counted_as_they_are_written_out() -> None:
     assert rules({"a": "${oc.decode:${b}}", "b": "1"}, functions=True), "omegaconf's own are refused"
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("run.dir=${run.dir}", "run.dir rule refers to itself"),
-        ("model.name=${oc.decode:x}", "is not a supported reference"),
-        ("data.prefixes=${model.name}", "data.prefixes = .* must be a list"),
-        ("hook.on_event='mail -s ${model.name} me'", "hook.on_event rule must not refer to other settings"),
-        (f"data.prefixes={'[' * 3000}{']' * 3000}", "nested brackets"),
-        (f"run.dir={'${a:' * 3000}{'}' * 3000}", "nested brackets"),
-    ],
-)
-def test_references_on_the_command_line(override: str, words: str) -> None:
-    with raises_with_message(ConfigError, words):
-        load_config([override, "data=mock"], CONF)
+def test_many_nested_brackets_on_the_command_line() -> None:
+    for override in (f"data.prefixes={'[' * 3000}{']' * 3000}", f"run.dir={'${a:' * 3000}{'}' * 3000}"):
+        with raises_with_message(ConfigError, "nested brackets"):
+            load_config([override], CONF)
 
 
 def test_references_to_no_value_are_reported_with_other_problems() -> None:
@@ -187,9 +178,7 @@ def test_references_to_no_value_are_reported_with_other_problems() -> None:
         ([f"{name}='???'" for name in names], names),
         (words, ["trainer.steps", "data.prefixes", "optim.lr", "trainer.tpp"]),
     ):
-        with pytest.raises(ConfigError) as error:
-            load_config(overrides, CONF)
-        assert {problem.field for problem in error.value.problems} == set(fields)
+        assert {problem.field for problem in refused(*overrides)} == set(fields)
 
 
 @pytest.mark.parametrize(
@@ -202,11 +191,9 @@ def test_secrets_do_not_get_into_files(text: str, tmp_path: Path, monkeypatch: p
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({"logging": {"wandb_project": text}}))
     for argument in (f"experiment={recipe}", f"logging.wandb_project='{text}'"):
-        with pytest.raises(ConfigError) as caught:
-            load_config([argument, "data=mock"], CONF)
-        (problem,) = caught.value.problems
+        (problem,) = refused(argument, "data=mock")
         assert problem.field == "logging.wandb_project" and "is the name of a secret" in problem.rule
-        assert "hunter2" not in str(caught.value)
+        assert "hunter2" not in str(problem)
     assert not any(map(names_secret, "HOME SCRATCH TOKENIZERS_PARALLELISM KEYBOARD MONKEY SLURM_JOB_ID PWD".split()))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_llama.config import ConfigError, load_config, to_yaml
+from megatron_llama.config import ConfigError, to_yaml
 from megatron_llama.corpus.splits import open_splits
 from megatron_llama.data.finetuning_set import PADDING, Examples, SFTDataset, build_sft
 from megatron_llama.optim import build_optimizer
@@ -25,7 +24,6 @@ from tests.config.helpers import make
 from tests.data.files import data_plan, write_indexed
 from tests.messages import raises_with_message, unwrap
 from tests.oracle import make_plan, on_ranks, rank_data
-from tests.paths import CONF
 from tests.ranks import RankFailed, run_ranks
 
 LENGTH = 16
@@ -185,17 +183,6 @@ def test_epochs_are_steps(tmp_path: Path) -> None:
     assert text.config.trainer.steps == 2 * ((sum(len(ids) for ids, _ in some_examples(45)) - 1) // 8) // 8
     with pytest.raises(ConfigError, match=r"has\s+no\s+step"):
         plan_of([prefix], **{"trainer.epochs": 1, "trainer.global_batch_size": 46})
-
-
-def test_typed_settings_override_groups(tmp_path: Path) -> None:
-    conf = tmp_path / "conf"
-    shutil.copytree(CONF, conf)
-    (conf / "trainer" / "long.yaml").write_text("epochs: 3\n")
-    (conf / "trainer" / "short.yaml").write_text("steps: 7\n")
-    long = load_config(["trainer=long", "trainer.steps=5"], conf).trainer
-    assert (long.steps, long.epochs) == (5, None)
-    short = load_config(["trainer=short", "trainer.epochs=2"], conf).trainer
-    assert (short.steps, short.epochs) == (100, 2)
 
 
 # Every layout trains on the same sets: loss and gradient norm of ragged masks, to the order of sums.
