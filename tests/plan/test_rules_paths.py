@@ -64,6 +64,7 @@ def test_datasets(folder: Path) -> None:
     touch("text_document.idx", "book_code_document.idx", "book_title_document.idx")
     assert problems_of(config) == []
     rows["with its suffix"] = problems_of(with_data("text_document.bin"))
+    rows["raw data that is missing"] = problems_of(with_data("none.jsonl", **{"data.kind": "sft"}))
     rows["a blend"] = problems_of(make(**{"data.mock": False, "data.prefixes": [0.3, "one", 0.7, "two"]}))
     rows["datasets of other keys"] = problems_of(with_data("book"))
     with pytest.raises(ConfigError, match=r"write\s+data.prefixes=\["):
