@@ -220,7 +220,7 @@ def hasten(monkeypatch: pytest.MonkeyPatch, marker: Path) -> None:
     monkeypatch.setattr(watchdog, "_MAX_POLL_SECONDS", float("inf"))
 
 
-MakeLauncher = Callable[[Callable[[], int]], Launcher]
+MakeLauncher = Callable[..., Launcher]
 """The fixture ``launcher``: a process that runs a function."""
 
 

@@ -13,12 +13,13 @@ from tests.processes import Launcher, MakeLauncher
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[MakeLauncher]:
-    """Return a factory of launchers; kill running launchers at the end."""
+    """Return a factory of launchers, which waits for an exit status if it gets one; kill them at the end."""
     made: list[Launcher] = []
 
-    def make(function: Callable[[], int]) -> Launcher:
-        made.append(Launcher(function, tmp_path))
-        return made[-1]
+    def make(function: Callable[[], int], status: int | None = None) -> Launcher:
+        made.append(job := Launcher(function, tmp_path))
+        assert status is None or job.wait() == status, job.errors
+        return job
 
     yield make
     for one in made:

@@ -83,23 +83,23 @@ def meet(plan: Plan) -> None:
     (Path(str(plan.config.run.dir)) / f"sum{os.environ['RANK']}").write_text(str(ranks.item()))
 
 
-def fail_on_one(plan: Plan) -> None:
-    """Rank 1 fails after rank 0 has noticed that it is gone."""
+def fail_on_the_last(plan: Plan) -> None:
+    """The last rank fails after another one has noticed that it is gone."""
     import torch
     import torch.distributed as dist
 
-    noticed = Path(str(plan.config.run.dir)) / "noticed"
+    folder = Path(os.environ["PIDS"])
     dist.init_process_group("gloo")
-    dist.barrier()
-    if os.environ["RANK"] == "1":
+    announce(folder)
+    dist.barrier()  # all have announced themselves
+    if int(os.environ["RANK"]) + 1 == plan.world_size:
         dist.destroy_process_group()
-        while not noticed.exists():
-            time.sleep(0.01)
-        raise ZeroDivisionError("the weights of rank one")
+        wait_until((folder / "noticed").exists)
+        raise ZeroDivisionError("the weights of the last rank")
     try:
         dist.all_reduce(torch.zeros(1))
     finally:
-        noticed.touch()
+        (folder / "noticed").touch()
 
 
 def announce_and_wait(plan: object) -> None:
@@ -115,16 +115,3 @@ def stop_on_three(plan: object) -> None:
     if os.environ["RANK"] == "3":
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(600)
-
-
-def announce_and_fail_on_three(plan: object) -> None:
-    """Rank 3, on the second host, fails; the others notice."""
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    announce(Path(os.environ["PIDS"]))
-    dist.barrier()  # all have announced themselves
-    if os.environ["RANK"] == "3":
-        raise ZeroDivisionError("the weights of rank three")
-    dist.all_reduce(torch.zeros(1))

@@ -195,8 +195,7 @@ def test_the_world_of_a_starter_wins() -> None:
 
 def test_a_run_writes_config_and_plan(launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    job = launcher(partial(cli.main, [*TINY, "trainer.tp=2", "trainer.global_batch_size=4"], note_place))
-    assert job.wait() == 0, job.errors
+    launcher(partial(cli.main, [*TINY, "trainer.tp=2", "trainer.global_batch_size=4"], note_place), status=0)
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("llama_2m-mock-")
     config = yaml.safe_load((folder / "config.yaml").read_text())
@@ -305,17 +304,13 @@ def test_a_clock_that_is_set_back_gives_a_new_run_folder(tmp_path: Path, monkeyp
     assert names[2:] == [f"{start}7-19690720-201739", f"{start}7-19690720-201740"]
 
 
-def torchrun(path: Path, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Two ranks by torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(path), *arguments]
-    return run_command(*command, cwd=folder, timeout=240, GLOO_SOCKET_IFNAME="lo")
-
-
 def test_torchrun_shows_the_first_failure(tmp_path: Path) -> None:
-    done = torchrun(script(tmp_path, "fail_on_one", patience=20), [*TINY, "trainer.tp=2"], tmp_path)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command += [str(script(tmp_path, "fail_on_the_last", patience=20)), *TINY, "trainer.tp=2"]
+    done = run_command(*command, cwd=tmp_path, timeout=240, GLOO_SOCKET_IFNAME="lo", PIDS=str(tmp_path))
     assert done.returncode == 1
-    assert "ZeroDivisionError: the weights of rank one" in done.stderr
+    assert "ZeroDivisionError: the weights of the last rank" in done.stderr
     assert "Connection closed" not in done.stderr, "rank 0's error is a consequence"
 
 

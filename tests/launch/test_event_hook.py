@@ -17,7 +17,7 @@ from megatron_llama import event_hook
 from megatron_llama.checkpoint import saving
 from megatron_llama.train import loop, stragglers
 from tests.launch.small_runs import SMALL
-from tests.processes import gone, run_train_py, wait_until
+from tests.processes import gone, run_train_py, steps, wait_until
 
 
 def test_events_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +56,7 @@ def test_events_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert first["straggler"]["ranks"] == [1] and first["straggler"]["ratio"] == 2.0
     assert "hook.on_event: the command failed with status 3 at the event restart\n" in output
     assert "cat >> events; exit 3 (hook.on_event)\n" in output, "the plan"
+    assert "Restart 1 of 1" in output and steps(folder) == [1, 2, 3, 4, 5, 6], "each step once"
 
 
 def test_commands_that_fail_or_never_end(

@@ -79,16 +79,14 @@ def test_import_path_of_a_spawned_rank(launcher: MakeLauncher, tmp_path: Path, m
     (tmp_path / "path/sitecustomize.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path / "path"), *sys.path])
-    job = launcher(run(reduce_once, tmp_path, ranks=2, fork=False))
-    assert job.wait() == 0, job.errors
+    launcher(run(reduce_once, tmp_path, ranks=2, fork=False), status=0)
     assert (tmp_path / "imported").exists()
     assert [float(path.read_text()) for path in tmp_path.glob("total*")] == [3.0, 3.0]
 
 
 def test_an_entry_may_be_a_name(launcher: MakeLauncher, tmp_path: Path) -> None:
     assert load_entry("tests.launch.test_faults:join_world") is join_world
-    job = launcher(lambda: start_ranks(plan_of(1), "tests.launch.no_such_file:entry"))
-    assert job.wait() == 1
+    job = launcher(lambda: start_ranks(plan_of(1), "tests.launch.no_such_file:entry"), status=1)
     assert job.last_line == "ModuleNotFoundError: No module named 'tests.launch.no_such_file'"
 
 
@@ -113,8 +111,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_first_failure_has_the_last_word(launcher: MakeLauncher, tmp_path: Path, patient: None) -> None:
-    job = launcher(run(fail_on_one, tmp_path))
-    assert job.wait() == 1
+    job = launcher(run(fail_on_one, tmp_path), status=1)
     assert job.last_line == "ZeroDivisionError: the weights of rank one"
     assert job.errors.count("Traceback (most recent call last)") == 1, "the other ranks' errors are consequences"
     assert "Rank 1 of 4 failed" in job.errors and "fail_on_one" in job.errors
@@ -162,8 +159,7 @@ def wait_for_end(folder: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
 def test_consequence_reported_first_is_not_the_cause(launcher: MakeLauncher, tmp_path: Path, patient: None) -> None:
-    job = launcher(run(fail_late_to_say_so, tmp_path, ranks=2))
-    assert job.wait() == 1
+    job = launcher(run(fail_late_to_say_so, tmp_path, ranks=2), status=1)
     assert job.last_line == "ValueError: the cause"
 
 
@@ -196,8 +192,8 @@ def lose_peer(folder: Path) -> None:
 
 def test_srun_ranks_name_a_lost_peer(launcher: MakeLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_llama.launch.rank.CONSEQUENCE_DELAY_SECONDS", 0.0)
-    job = launcher(lambda: run_as_rank(plan_of(1), 3, partial(without_plan, partial(lose_peer, tmp_path))))
-    assert job.wait() == 1 and "Traceback" not in job.errors
+    job = launcher(lambda: run_as_rank(plan_of(1), 3, partial(without_plan, partial(lose_peer, tmp_path))), status=1)
+    assert "Traceback" not in job.errors
     message = " ".join(job.errors.split())
     assert "Rank 3 lost its connection to another rank" in message and "closed by peer [10.0.0.2]:6001" in message
 
@@ -237,8 +233,7 @@ def end_early(end: Callable[[], object], folder: Path) -> None:
 def test_a_failing_rank_takes_all_down(
     launcher: MakeLauncher, tmp_path: Path, work: Callable[[Path], None], last_line: str
 ) -> None:
-    job = launcher(run(work, tmp_path, ranks=2))
-    assert job.wait() == 1
+    job = launcher(run(work, tmp_path, ranks=2), status=1)
     assert job.last_line == last_line and "Rank 1 of 2 failed" in job.errors
     if "SIGSEGV" in last_line:
         assert "in end_early" in job.errors, "the Python stack of a crash is shown"
@@ -249,8 +244,7 @@ def fail_alone(folder: Path) -> None:
 
 
 def test_a_failure_of_a_spawned_rank_is_reported(launcher: MakeLauncher, tmp_path: Path) -> None:
-    job = launcher(run(fail_alone, tmp_path, ranks=1, fork=False))
-    assert job.wait() == 1
+    job = launcher(run(fail_alone, tmp_path, ranks=1, fork=False), status=1)
     assert job.last_line == "ZeroDivisionError: the only rank" and "Rank 0 of 1 failed" in job.errors
 
 
@@ -343,8 +337,7 @@ def test_no_store_ends_the_ranks(launcher: MakeLauncher, tmp_path: Path, monkeyp
             (tmp_path / "message").write_text(str(error))
             return 1
 
-    job = launcher(start)
-    assert job.wait() == 1, job.errors
+    launcher(start, status=1)
     message = (tmp_path / "message").read_text()
     assert message.startswith("cannot host the rendezvous store on 127.0.0.1:") and message.endswith(": no thread")
     assert all(gone(pid) for pid in pids(tmp_path, 2))
@@ -361,8 +354,7 @@ def read_shrunk(part: str, plan: Plan) -> None:
 @pytest.mark.parametrize("part", [".bin", ".idx"])
 def test_a_dataset_that_shrinks_is_named(launcher: MakeLauncher, tmp_path: Path, part: str) -> None:
     plan = data_plan([write_indexed(tmp_path / "set", numbered(900))])
-    job = launcher(lambda: start_ranks(plan, partial(read_shrunk, part)))
-    assert job.wait() == 1, job.errors
+    job = launcher(lambda: start_ranks(plan, partial(read_shrunk, part)), status=1)
     report = " ".join(job.errors.split())
     assert "rank 0 was killed by SIGBUS A data file has changed during the run:" in report
     assert f"{tmp_path / 'set'}{part}" in report

@@ -133,11 +133,11 @@ def test_ranks_end_with_the_command(tmp_path: Path, ssh: str, number: signal.Sig
 
 
 def test_failing_rank_ends_all_hosts_and_is_printed_last(tmp_path: Path, ssh: str) -> None:
-    run = start(tmp_path, "announce_and_fail_on_three", "trainer.tp=4", "launch.hosts=[a:2,b:2]", ssh)
+    run = start(tmp_path, "fail_on_the_last", "trainer.tp=4", "launch.hosts=[a:2,b:2]", ssh)
     ranks = pids(tmp_path, 4)
     _, errors = run.communicate(timeout=PATIENCE_SECONDS)
     assert run.returncode == 1
-    assert errors.rstrip().splitlines()[-1] == "ZeroDivisionError: the weights of rank three"
+    assert errors.rstrip().splitlines()[-1] == "ZeroDivisionError: the weights of the last rank"
     assert "Rank 3 of 4 failed" in errors and "Host b failed first, with exit status 1" in errors
     assert all(gone(pid) for pid in ranks)
 

@@ -191,7 +191,7 @@ ENDS: dict[str, tuple[Callable[[], None], int, str]] = {
 def test_a_launcher_notes_the_reason(launcher: MakeLauncher, tmp_path: Path, end: str) -> None:
     work, status, reason = ENDS[end]
     folder = tmp_path / "run"
-    assert launcher(lambda: run_here(plan_in(folder), partial(without_plan, work))).wait() == status
+    launcher(lambda: run_here(plan_in(folder), partial(without_plan, work)), status=status)
     start = only(folder)
     assert start.status == status and reason in start.reason
 
@@ -213,8 +213,7 @@ def test_restarts_fork_without_threads(launcher: MakeLauncher, tmp_path: Path, m
     host_store = start_module._host_store
     monkeypatch.setattr(start_module, "_host_store", host)
     monkeypatch.setattr(start_module.Rank, "start", check)
-    job = launcher(lambda: run_here(plan_in(tmp_path / "run", restarts=2), partial(without_plan, fail)))
-    assert job.wait() == 1
+    job = launcher(lambda: run_here(plan_in(tmp_path / "run", restarts=2), partial(without_plan, fail)), status=1)
     starts = [path.read_text() for path in sorted(tmp_path.glob("start*"))]
     store = "pt_tcpstore_uv"
     assert starts == ["[] []", f"[] ['{store}']", f"[] ['{store}', '{store}']"], job.errors
@@ -251,8 +250,7 @@ def test_a_signal_is_named(launcher: MakeLauncher, tmp_path: Path, monkeypatch: 
     log_start(plan)
     log_end(plan.run_dir, 1, "rank 0 failed: x")
     monkeypatch.setenv(RESTART_COUNTS[0], "2")  # as under torchrun
-    job = launcher(lambda: run_here(plan, partial(without_plan, work)))
-    assert job.wait() == 75, job.errors
+    launcher(lambda: run_here(plan, partial(without_plan, work)), status=75)
     reason = "stopped by SIGTERM after saving"
     assert read_starts(tmp_path / "run")[0][-1].reason == reason
     wait_until(lambda: len((tmp_path / "events").read_text().splitlines()) == 2)
@@ -268,7 +266,7 @@ def test_rank_0_of_another_launcher_notes_it(
 ) -> None:
     monkeypatch.setattr("megatron_llama.launch.rank.CONSEQUENCE_DELAY_SECONDS", 0.0)
     work, status, reason = ENDS[end]
-    assert launcher(lambda: run_as_rank(plan_in(tmp_path), rank, partial(without_plan, work))).wait() == status
+    launcher(lambda: run_as_rank(plan_in(tmp_path), rank, partial(without_plan, work)), status=status)
     if rank:
         assert not (tmp_path / STARTS_FILE).exists()
     else:

@@ -197,12 +197,13 @@ def test_end_of_a_step(tmp_path: Path) -> None:
         rest = [word for word in words if "=" not in word]
         script = rest.pop() if "compile.slurm" in rest else "run.slurm"
         end = job.end(job.start(int(ends), *(rest or [""]), script, **variables))
-        examined = ", examined" * (folder / "examined").exists()
-        page += f"$ {line}\nstatus {end.status}{', requeued' * end.requeued}{examined}\n"
+        started, examined = (folder / "arguments").exists(), ", examined" * (folder / "examined").exists()
+        page += f"$ {line}\nstatus {end.status}{', requeued' * end.requeued}{examined}{', no srun' * (not started)}\n"
         page += end.printed.replace(str(folder), "FOLDER")
-        if script != "run.slurm":
+        if script != "run.slurm" and started:
             assert "scripts/compile.py" in (folder / "arguments").read_text()
-    GoldenFiles.check("launch/ends.txt", page, {r"\d{4}-\d\d-\d\d \S{8}|\d{8}-\d{6}": "TIME"})
+    hidden = {r"\d{4}-\d\d-\d\d \S{8}|\d{8}-\d{6}": "TIME", r"(?<=not a program on )[\w.-]+": "HOST"}
+    GoldenFiles.check("launch/ends.txt", page, hidden)
 
 
 def test_stops_that_saved_a_new_checkpoint_do_not_count(job: Job) -> None:
@@ -235,18 +236,13 @@ def test_a_failure_that_comes_back_each_time_ends_the_job(job: Job) -> None:
 def test_fatal_problems_before_the_step_end_the_job(job: Job) -> None:
     """Restarts would not help."""
     fatal = job.run(0, "0", FINDS="2")
-    assert "DOCTOR=0 skips it" in fatal.printed
     examined = (job.folder / "examined").read_text().splitlines()
     assert examined[-4:] == ["scripts/doctor.py", "--quick", "a=b c", "it's"]
     assert {"--ntasks=2", "--ntasks-per-node=1"} <= set(examined), "one process on each node"
     (job.folder / "logs").touch()
     full = job.run(0, "0")
     assert f"cannot write to {job.folder}/logs" in full.printed
-    ends = [fatal, full]
-    for script in ("run.slurm", "compile.slurm"):
-        ends.append(job.end(job.start(0, "0", script, PYTHON="/nowhere/python")))
-        assert ends[-1].printed.startswith("PYTHON=/nowhere/python is not a program on "), ends[-1].printed
-    assert [(end.status, end.requeued) for end in ends] == [(2, False)] * 4
+    assert [(end.status, end.requeued) for end in (fatal, full)] == [(2, False)] * 2
     assert not (job.folder / "arguments").exists(), "srun was called"
 
 
@@ -258,18 +254,6 @@ def test_a_signal_reaches_the_step_and_the_job_comes_back(job: Job, number: int)
     end = job.end(script)
     assert (job.folder / "told").exists(), "as SIGUSR1: SIGTERM would have srun kill the ranks"
     assert (end.status, end.requeued) == (75, True) and "stopped before it could save" in end.printed
-
-
-@pytest.mark.parametrize("number", ["USR1", "TERM"])
-def test_a_signal_before_the_step_starts_nothing_and_the_job_comes_back(job: Job, number: str) -> None:
-    end = job.run(0, "0", EARLY=number)
-    assert not (job.folder / "arguments").exists(), "srun was started"
-    assert (end.status, end.requeued) == (75, True) and "stopped before it could save" in end.printed
-
-
-def test_variables_reach_the_ranks_without_the_users_environment(job: Job) -> None:
-    end = job.run(0, "0", SLURM_EXPORT_ENV="NONE")  # of sbatch --export=NONE
-    assert end.status == 0, end.printed
 
 
 def test_arguments_and_variables_of_the_user_are_unchanged(job: Job) -> None:
