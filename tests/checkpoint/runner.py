@@ -186,6 +186,13 @@ class Job(Launcher):
         return self.out.read_text(errors="replace") if self.out.exists() else ""
 
 
+def run_job(run_dir: Path, *overrides: str, status: int = 0, **started: Any) -> str:
+    """Run a job to its end, check its exit status, and return its output."""
+    job = Job(run_dir, *overrides, **started)
+    assert job.wait() == status, job.output
+    return job.output
+
+
 def with_each_step(act: Callable[[int, Path], None]) -> Work:
     """The work of a rank that calls ``act(step, run_dir)`` before each step."""
 

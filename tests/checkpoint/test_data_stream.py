@@ -11,14 +11,14 @@ import torch
 
 from megatron_llama.checkpoint.folder import find_checkpoint
 from megatron_llama.checkpoint.manifest import State, read_manifest
-from megatron_llama.config import load_config, to_yaml
+from megatron_llama.config import load_config
 from megatron_llama.data.batches import Batches
 from megatron_llama.data.mock import MockDataset
 from megatron_llama.data.pretraining_samples import EndlessDataset
 from megatron_llama.model.inputs import MicroBatch
 from megatron_llama.optim import build_optimizer
 from megatron_llama.plan import Plan, resolve
-from tests.checkpoint.runner import SMALL, Job, assert_same, make_plan, resumed, run
+from tests.checkpoint.runner import SMALL, assert_same, make_plan, resumed, run, run_job
 from tests.data.files import numbered, write_indexed
 from tests.messages import raises_with_message
 from tests.oracle import rank_groups, rank_model
@@ -106,8 +106,7 @@ def test_a_batch_schedule_is_that_counted_by_hand(tmp_path: Path, by_hand: tuple
     expected, consumed = by_hand
     folder = tmp_path / "run"
     for more in (["trainer.tp=2", "checkpoint.every_steps=5", "trainer.steps=5"], ["trainer.dp=2"]):
-        job = Job(folder, *RISING, *more)  # the second run resumes in another layout
-        assert job.wait() == 0, job.output
+        run_job(folder, *RISING, *more)  # the second run resumes in another layout
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["reduced_train_loss"] for record in records] == pytest.approx(expected, rel=1e-5)
     assert [record["consumed_samples"] for record in records] == consumed == [4, 8, 12, 20, 28, 36, 38, 40, 42]
@@ -115,9 +114,8 @@ def test_a_batch_schedule_is_that_counted_by_hand(tmp_path: Path, by_hand: tuple
     assert [record["global_batch_size"] for record in records] == RISING_SIZES
     state = state_of(folder)
     assert (state.step, state.consumed_samples, state.consumed_tokens) == (9, 42, 16 * 42)
-    job = Job(folder, *RISING, "trainer.dp=2", "optim.lr=0.02", "trainer.seed=7")
-    assert job.wait() == 2, "a mistake of the user's"
-    assert job.output.count("checkpoint.allow=[data,optim]") == 2 and "Traceback" not in job.output
+    output = run_job(folder, *RISING, "trainer.dp=2", "optim.lr=0.02", "trainer.seed=7", status=2)
+    assert output.count("checkpoint.allow=[data,optim]") == 2 and "Traceback" not in output
 
 
 def test_another_batch_size_continues_after_the_consumed_samples(
@@ -197,21 +195,6 @@ def test_each_dataset_continues_after_its_last_sample(datasets: Path) -> None:
     reads = first + second + third + fourth + fifth
     for name, count in (("a", 16 + 8 + 8 + 4), ("b", 16 + 24 + 8), ("c", 8 + 8 + 4)):
         assert of(name, reads) == list(range(count)), f"{name}: a sample was skipped or read twice"
-
-
-@pytest.mark.parametrize("moved_to", ["datasets", "corpora"])
-def test_a_run_on_the_old_data_folder_resumes(moved_to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its config.yaml has paths in datasets/; the user may have moved the data."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "datasets").mkdir()
-    write_indexed(tmp_path / "datasets/a", numbered(150, 1))
-    first = reads_of(tmp_path, "data.prefixes=[datasets/a]", until=2)
-    plan = make_plan(1, tmp_path / "run", *ON_FILES, "data.prefixes=[datasets/a]")
-    (tmp_path / "run/config.yaml").write_text(to_yaml(plan.config, plan.requested))
-    (tmp_path / "datasets").rename(tmp_path / moved_to)
-    stored = resolve(load_config([f"run.dir={tmp_path}/run"], CONF, resumes=True), 1)
-    assert stored.config.data.prefixes == [f"{moved_to}/a"]
-    assert of("a", first + run_ranks(_read, 1, stored, 3)[0]) == list(range(24))
 
 
 def test_another_seed_orders_the_remaining_samples(datasets: Path) -> None:

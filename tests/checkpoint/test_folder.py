@@ -23,7 +23,7 @@ from megatron_llama.config import ConfigError, FinetuneConfig, ModelConfig
 from megatron_llama.config.settings import CheckpointConfig
 from megatron_llama.plan import format_plan
 from megatron_llama.system.files import atomic_folder
-from tests.checkpoint.runner import Job, Tamper, make_plan, run
+from tests.checkpoint.runner import Tamper, make_plan, run, run_job
 from tests.golden import GoldenFiles
 from tests.messages import raises_with_message
 from tests.ranks import RankFailed
@@ -135,8 +135,7 @@ def test_killed_within_a_save(tmp_path: Path, function: str, marked: str, monkey
 
 def test_the_loop_passes_its_validation_losses(tmp_path: Path) -> None:
     every = ["trainer.steps=9", "checkpoint.every_steps=2", "checkpoint.keep_best=true", "trainer.val_every_steps=3"]
-    job = Job(tmp_path / "run", *every, "trainer.val_steps=1", "optim.lr=0.05", "trainer.tp=2")
-    assert job.wait() == 0, job.output
+    run_job(tmp_path / "run", *every, "trainer.val_steps=1", "optim.lr=0.05", "trainer.tp=2")
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
     checkpoints = tmp_path / "run" / "checkpoints"

@@ -256,15 +256,10 @@ def test_what_is_no_such_llama_is_refused(tmp_path: Path) -> None:
     save_with_transformers(CASES["llama 2, fp32, one file"], hf)
     config = json.loads((hf / "config.json").read_text())
     tensors = tensors_in(hf)
-    for key, value in (("model_type", "mixtral"), ("hidden_act", "gelu")):
-        (hf / "config.json").write_text(json.dumps({**config, key: value}))
-        assert key in _refused(hf, tmp_path / "run")
     (hf / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
     assert "q_proj.bias (16 of 55 tensors are missing)" in _refused(hf, tmp_path / "run")
     (hf / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
     assert "correct its config.json" in _refused(hf, tmp_path / "run")
-    (hf / "config.json").write_text(json.dumps({**config, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}))
-    assert "yarn scaling has no factor" in _refused(hf, tmp_path / "run")
     (hf / "config.json").write_text(json.dumps(config))
     bias = {**tensors, "model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}
     safetensors_torch.save_file(bias, hf / "model.safetensors")
@@ -326,17 +321,11 @@ def test_an_export_never_writes_infinite_weights(tmp_path: Path) -> None:
     assert export(checkpoint, tmp_path / "wide", dtype="bfloat16").dtype == "bfloat16"
 
 
-def test_from_hf_needs_a_folder_and_a_preset_is_checked(tmp_path: Path) -> None:
+def test_from_hf_needs_a_folder(tmp_path: Path) -> None:
     with raises_with_message(ConfigError, "init_from"):
         load_config(["model=from_hf", "data=mock"], CONF)
     with raises_with_message(ConfigError, "model=NAME if another program wrote it"):
         load_config(["model=from_hf", f"init_from={tmp_path}", "data=mock"], CONF)
-    save_with_transformers(CASES["llama 3, bf16, one file, wide heads"], tmp_path / "hf")
-    config = load_config(["model=from_hf", f"init_from={tmp_path / 'hf'}", "data=mock", "data.seq_length=16"], CONF)
-    assert config.model.name == "hf" and config.model.num_key_value_heads == 2 and config.model.rope_theta == 500000.0
-    assert config.model.rope_scaling is not None and config.model.rope_scaling.original_max_position_embeddings == 16
-    with raises_with_message(ConfigError, "another shape than model=llama_2m"):
-        resolve(load_config(["model=llama_2m", f"init_from={tmp_path / 'hf'}", "data=mock"], CONF), 1)
 
 
 CHATML = (
@@ -447,18 +436,18 @@ def _greedy_tokens(rank: int, folder: Path, prompt: str) -> tuple[list[int], lis
     return ours.tolist(), generator.generate_batch(start, **settings)[0].sequences_ids[0]
 
 
-@pytest.mark.parametrize("decay", [1.0, 0.5])
-def test_a_mean_of_checkpoints_is_the_mean_in_fp64(decay: float, tmp_path: Path) -> None:
+def test_a_mean_of_checkpoints_is_the_mean_in_fp64(tmp_path: Path) -> None:
     run(2, tmp_path / "run", "trainer.tp=2", "checkpoint.every_steps=1", "checkpoint.keep=4", until=4)
     newest = find_checkpoint(tmp_path / "run")
     singles = [
         tensors_in(export(newest.with_name(f"step_{4 - age:08d}"), tmp_path / str(age)).folder) for age in range(3)
     ]
-    made = export(newest, tmp_path / "mean", average=3, decay=decay).folder
-    for name, tensor in tensors_in(made).items():
-        total = sum(single[name].double() * decay**age for age, single in enumerate(singles))
-        assert torch.equal(tensor, (total / sum(decay**age for age in range(3))).float()), name
-        assert not torch.equal(tensor, singles[0][name])
+    for decay in (1.0, 0.5):
+        made = export(newest, tmp_path / f"mean {decay}", average=3, decay=decay).folder
+        for name, tensor in tensors_in(made).items():
+            total = sum(single[name].double() * decay**age for age, single in enumerate(singles))
+            assert torch.equal(tensor, (total / sum(decay**age for age in range(3))).float()), name
+            assert not torch.equal(tensor, singles[0][name])
     assert "mean of the checkpoints of steps 2, 3, 4" in (made / "README.md").read_text()
     with raises_with_message(ConfigError, "is above the number of checkpoints up to step_00000004, 4"):
         export(newest, tmp_path / "more", average=6)

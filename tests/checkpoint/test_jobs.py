@@ -7,7 +7,6 @@ import random
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,20 +19,18 @@ from megatron_llama.optim import Optimizer
 from megatron_llama.parallel import ParallelModel
 from megatron_llama.plan import Plan
 from megatron_llama.system import phase
-from megatron_llama.train import stop_signals
 from megatron_llama.train.run_rank import run_rank
 from tests.checkpoint.runner import (
-    Job,
     Work,
     assert_same,
     final_tensors,
     kill_in_each_part,
     leftovers,
     losses,
-    make_plan,
+    run_job,
     with_each_step,
 )
-from tests.processes import rank, status_of_fork
+from tests.processes import rank
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -49,9 +46,8 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     whole, folder, chance = tmp_path / "whole", tmp_path / "run", random.Random(4)
     kill_in_each_part(folder, chance, *RUN)
     for run_dir in (folder, whole):
-        job = Job(run_dir, *RUN)
-        assert job.wait() == 0, job.output
-        assert ("resuming from" in job.output) == (run_dir == folder)
+        output = run_job(run_dir, *RUN)
+        assert ("resuming from" in output) == (run_dir == folder)
     assert losses(folder) == losses(whole) and len(losses(whole)) == 6  # each step once, all bits
     assert_same(final_tensors(folder), final_tensors(whole))
     assert leftovers(folder) == []
@@ -87,9 +83,8 @@ def _fails_while_it_saves(kind: str) -> Work:
 @pytest.mark.parametrize("kind", ["failed", "killed"])
 def test_a_failing_step_finishes_the_save_of_the_previous_step(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "run"
-    job = Job(folder, *RUN, work=_fails_while_it_saves(kind))
-    assert job.wait() == 1, job.output
-    assert saved_steps(folder / "checkpoints") == [2, 1], job.output
+    output = run_job(folder, *RUN, work=_fails_while_it_saves(kind), status=1)
+    assert saved_steps(folder / "checkpoints") == [2, 1], output
     read_manifest(folder / "checkpoints/step_00000002").check_sizes()
     assert leftovers(folder) == []
 
@@ -98,26 +93,7 @@ def test_a_failing_step_finishes_the_save_of_the_previous_step(tmp_path: Path, k
 def test_adapters_of_a_shared_head_stay_equal_under_1bit_adam(tmp_path: Path) -> None:
     onebit = ["optim.name=onebit_adam", "optim.freeze_step=2", "trainer.zero=0", "trainer.dp=2"]
     settings = [*RUN, *onebit, "model.num_key_value_heads=1", "finetune=lora"]
-    job = Job(tmp_path / "run", *settings)  # the run compares copies before each save
-    assert job.wait() == 0, job.output
-
-
-def test_an_echo_is_ignored_and_a_second_signal_ends_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = iter((10.0, 10.9, 11.1))
-    monkeypatch.setattr(stop_signals, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-
-    def work() -> None:
-        with stop_signals.StopSignals(make_plan(1, tmp_path), reports=False):
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)
-            (tmp_path / "after the echo").touch()
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    assert status_of_fork(work) == -signal.SIGTERM
-    assert (tmp_path / "after the echo").exists()
+    run_job(tmp_path / "run", *settings)  # the run compares copies before each save
 
 
 PHASES = (  # of a run, in order
@@ -142,24 +118,9 @@ def _noting_phases(plan: Plan) -> None:
 
 def test_every_part_of_a_run_is_a_phase_and_all_ranks_enter_the_same(tmp_path: Path) -> None:
     """tests/launch/test_watchdog.py stops ranks in phases."""
-    job = Job(tmp_path / "run", *ALL_PHASES, work=_noting_phases)
-    assert job.wait() == 0, job.output
+    run_job(tmp_path / "run", *ALL_PHASES, work=_noting_phases)
     for number in (0, 1):
         assert (tmp_path / "run" / f"phases{number}").read_text().splitlines() == PHASES
-
-
-def test_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-
-    def fails_once(step: int, run_dir: Path) -> None:
-        if step == 4 and rank() == 1 and not (run_dir / "failed_once").exists():
-            (run_dir / "failed_once").touch()
-            raise RuntimeError("a fault of the moment")
-
-    job = Job(folder, *RUN, "trainer.max_restarts=1", work=with_each_step(fails_once))
-    assert job.wait() == 0, job.output
-    assert "a fault of the moment" in job.output and "Restart 1 of 1" in job.output
-    assert [step for step, _ in losses(folder)] == [1, 2, 3, 4, 5, 6] and leftovers(folder) == []
 
 
 def test_a_fault_after_a_stop_signal_does_not_restart(tmp_path: Path) -> None:
@@ -168,8 +129,8 @@ def test_a_fault_after_a_stop_signal_does_not_restart(tmp_path: Path) -> None:
             os.kill(os.getppid(), signal.SIGTERM)
             raise RuntimeError("a fault while it stops")
 
-    job = Job(tmp_path / "run", *RUN, "trainer.max_restarts=1", work=with_each_step(fails))
-    assert job.wait() == 1 and "a fault while it stops" in job.output and "Restart" not in job.output
+    output = run_job(tmp_path / "run", *RUN, "trainer.max_restarts=1", work=with_each_step(fails), status=1)
+    assert "a fault while it stops" in output and "Restart" not in output
 
 
 def _nan_on_rank_1(plan: Plan) -> None:
@@ -189,23 +150,12 @@ def _nan_on_rank_1(plan: Plan) -> None:
     run_rank(plan)
 
 
-def test_a_nan_gradient_stops_the_run_before_the_weights(tmp_path: Path) -> None:
+def test_a_nan_gradient_is_skipped_and_the_next_stops_the_run_before_the_weights(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    job = Job(folder, *RUN, work=_nan_on_rank_1)
-    assert job.wait() == 1
-    assert "step 3" in job.output and "rank 1: the gradient of layers.2.mlp.down_proj.weight not finite" in job.output
+    output = run_job(folder, *RUN, "trainer.skip_nonfinite_steps=1", work=_nan_on_rank_1, status=1)
+    assert output.count("skipped step") == 1 and [step for step, _ in losses(folder)] == [1, 2, 3, 4]
+    assert "step 5" in output and "rank 1: the gradient of layers.2.mlp.down_proj.weight not finite" in output
     assert all(tensor.float().isfinite().all() for tensor in final_tensors(folder).values())
-
-
-@pytest.mark.slow
-def test_steps_can_be_skipped(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    job = Job(folder, *RUN, "trainer.skip_nonfinite_steps=2", work=_nan_on_rank_1)
-    assert job.wait() == 0, job.output
-    assert job.output.count("skipped step") == 2
-    assert [step for step, _ in losses(folder)] == list(range(1, 7))
-    job = Job(tmp_path / "other", *RUN, "trainer.skip_nonfinite_steps=1", work=_nan_on_rank_1)
-    assert job.wait() == 1 and "step 5" in job.output
 
 
 def _flipped_on_rank_1(plan: Plan) -> None:
@@ -229,23 +179,21 @@ def test_a_flipped_bit_stops_the_run_before_a_checkpoint_has_it(tmp_path: Path, 
     """Without comparisons in between, the save of step 6 compares."""
     folder, saves = tmp_path / "run", ["checkpoint.every_steps=2", "checkpoint.keep=9"]
     command = [*TP2, "trainer.steps=8", *saves, f"trainer.check_copies_every={every}"]
-    job = Job(folder, *command, work=_flipped_on_rank_1)
-    assert job.wait() == 1
+    output = run_job(folder, *command, work=_flipped_on_rank_1, status=1)
     last, text = (5, "step 5") if every == 1 else (6, "step 6 is not saved")
-    assert f"{text}: the copies of exp_avg_sq of model.norm.weight (offset [0], size [32])" in job.output
-    assert "on rank 0 and rank 1 differ" in job.output
+    assert f"{text}: the copies of exp_avg_sq of model.norm.weight (offset [0], size [32])" in output
+    assert "on rank 0 and rank 1 differ" in output
     assert saved_steps(folder / "checkpoints") == [4, 2]
     assert len(losses(folder)) == last, "the step itself is logged"
     if every == 1:
         for run_dir in (folder, tmp_path / "undisturbed"):
-            job = Job(run_dir, *command)
-            assert job.wait() == 0, job.output
+            run_job(run_dir, *command)
         assert_same(final_tensors(folder), final_tensors(tmp_path / "undisturbed"))
 
 
 def test_a_rejected_start_changes_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert Job(run, "trainer.steps=1", "checkpoint.export_hf=true").wait() == 0
+    run_job(run, "trainer.steps=1", "checkpoint.export_hf=true")
     weights = run / "hf/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
 
@@ -257,12 +205,10 @@ def test_a_rejected_start_changes_nothing(tmp_path: Path) -> None:
     another = ("trainer.steps=2", "trainer.tp=2", "optim.name=sgd")
     damaged = ("checkpoint.resume=never", f"init_from={run}/hf")
     for overrides, message in ((another, "was trained with adamw"), (damaged, "model.safetensors")):
-        job = Job(run, *overrides)
-        assert job.wait() == 2, job.output
-        assert job.output.count(message) == 1 and "Traceback" not in job.output, "said by one rank"
+        output = run_job(run, *overrides, status=2)
+        assert output.count(message) == 1 and "Traceback" not in output, "said by one rank"
         assert content() == before
-    assert Job(run, "trainer.steps=2").wait() == 0
-    fewer = Job(run, "trainer.steps=1")
-    assert fewer.wait() == 0 and "is finished at step 2" in fewer.output, fewer.output
-    assert Job(run, "trainer.steps=2").wait() == 0
+    run_job(run, "trainer.steps=2")
+    assert "is finished at step 2" in run_job(run, "trainer.steps=1")
+    run_job(run, "trainer.steps=2")
     assert "steps: 2" in (run / "config.yaml").read_text()

@@ -18,10 +18,10 @@ from megatron_llama.config import ConfigError
 from megatron_llama.plan import Plan
 from tests.checkpoint.megatron_source import SETTINGS, Source, Trained, train_source
 from tests.checkpoint.runner import assert_same, make_plan, run
-from tests.checkpoint.source_settings import LAYOUTS, VOCAB, check_weights_in_each_layout, logits_of_weights
+from tests.checkpoint.source_settings import LAYOUTS, VOCAB, check_initial_weights
 from tests.data.files import write_indexed
 from tests.messages import raises_with_message, unwrap
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import RankFailed
 
 pytest.importorskip("transformers", reason="transformers is a dev dependency: the oracle of the logits")
 
@@ -79,12 +79,6 @@ def test_a_run_continues_in_megatrons_order(trained: tuple[Path, Trained], datas
     assert_same(resumed.tensors, first.tensors)
 
 
-@pytest.mark.slow
-def test_logits_in_four_layouts(trained: tuple[Path, Trained], tmp_path: Path) -> None:
-    folder, source = trained
-    check_weights_in_each_layout(folder, source.logits, tmp_path)
-
-
 @pytest.mark.parametrize(("tp", "dp"), [(2, 2), pytest.param(1, 1, marks=pytest.mark.slow)], ids=["tp2 dp2", "tp1"])
 def test_the_distributed_optimizer(tp: int, dp: int, dataset: Path, tmp_path: Path) -> None:
     """megatron-core's DistributedOptimizer, with moments by tensor: the next five losses are the source's."""
@@ -98,9 +92,7 @@ def test_moments_by_buffers_are_rejected(dataset: Path, tmp_path: Path) -> None:
     """dp_reshardable: the weights load, and the error names the option that stores moments by tensor."""
     folder = tmp_path / "source"
     source = train_source(Source(2, 1, folder, further=0, dp=2, sharding="dp_reshardable"))
-    loaded = run(1, tmp_path / "weights", f"init_from={folder}", "trainer.steps=0")
-    (logits,) = run_ranks(logits_of_weights, 1, loaded.tensors)
-    torch.testing.assert_close(logits, source.logits, rtol=0, atol=1e-5)
+    check_initial_weights(folder, source.logits, tmp_path, layouts=["one"])
     with raises_with_message(RankFailed, r"by buffers \(dp_reshardable\).*--dist-ckpt-optim-fully-reshardable"):
         run(1, tmp_path / "resumed", *SETTINGS, f"checkpoint.resume={folder}", until=4)
 
@@ -115,12 +107,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trained]:
 def test_older_files_of_ranks(ranks: tuple[Path, Trained], tmp_path: Path) -> None:
     """Their weights load; they are not resumed."""
     folder, source = ranks
-    names = ("one", "tp2 pp2")
-    start = (f"init_from={folder}", "trainer.steps=0")
-    loaded = {name: run(LAYOUTS[name][0], tmp_path / name, *LAYOUTS[name][1], *start) for name in names}
-    (logits,) = run_ranks(logits_of_weights, 1, loaded["one"].tensors)
-    torch.testing.assert_close(logits, source.logits, rtol=0, atol=1e-5)
-    assert_same(loaded["one"].tensors, loaded["tp2 pp2"].tensors)
+    check_initial_weights(folder, source.logits, tmp_path, layouts=["one", "tp2 pp2"])
     description = describe(folder)
     assert dict(description.rows)["weights"].endswith("in 4 files")
     assert "Adam's moments" in "; ".join(description.missing)

@@ -19,7 +19,7 @@ from megatron_llama.checkpoint.checkpointer import Checkpointer
 from megatron_llama.checkpoint.tensor_source import CorruptFile
 from megatron_llama.devices.cpu.device import Cpu
 from megatron_llama.system import files
-from tests.checkpoint.runner import Job, Run, assert_same, flip, losses, run, with_each_step
+from tests.checkpoint.runner import Run, assert_same, flip, losses, run, run_job, with_each_step
 from tests.messages import raises_with_message
 from tests.processes import rank
 from tests.ranks import RankFailed
@@ -258,10 +258,10 @@ def test_a_killed_rank_loses_no_step_of_a_copy(tmp_path: Path) -> None:
             (run_dir / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    job = Job(folder, *settings, EVERY, "trainer.max_restarts=1", work=with_each_step(killed))
-    assert job.wait() == 0, job.output
-    assert re.search(r"resuming from the copy of step [24] in memory", job.output), job.output
-    assert Job(tmp_path / "whole", *settings).wait() == 0 and losses(folder) == losses(tmp_path / "whole")
+    output = run_job(folder, *settings, EVERY, "trainer.max_restarts=1", work=with_each_step(killed))
+    assert re.search(r"resuming from the copy of step [24] in memory", output), output
+    run_job(tmp_path / "whole", *settings)
+    assert losses(folder) == losses(tmp_path / "whole")
 
 
 def test_a_copy_that_fails_while_it_is_loaded_is_not_trained_on(nodes: Nodes, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from megatron_llama.checkpoint.manifest import NAME, read_manifest
 from megatron_llama.system import object_store
 from megatron_llama.system.object_store import RemotePath
 from scripts import export_hf, verify_checkpoint
-from tests.checkpoint.runner import Job, assert_same, kill_in_each_part, losses, run, tensors_of
+from tests.checkpoint.runner import assert_same, kill_in_each_part, losses, run, run_job, tensors_of
 from tests.messages import raises_with_message
 from tests.object_store import Store
 from tests.ranks import RankFailed
@@ -59,15 +59,12 @@ def test_each_layout_resumes_with_the_same_bits(
     method: str, match: str, kinds: list[str], store: Store, tmp_path: Path
 ) -> None:
     remote, url = f"checkpoint.dir={store.url('run')}", RemotePath(store.url("run"))
-    run(2, tmp_path / "disk", *LAYOUT, EVERY_STEP, until=2)
     for number, kind in enumerate(kinds):
         store.fault(kind, match, method, count=3, skip=2 * number)
     first = run(2, tmp_path / "run", *LAYOUT, EVERY_STEP, remote, until=2)
     check_only_published(store, [2, 1])
-    on_disk = tensors_of(find_checkpoint(tmp_path / "disk"))
     sizes = read_manifest(url / "step_00000002").files.values()
     assert len(sizes) > 8 and max(sizes) < 24_000, "tensors are divided; each file also has a header"
-    assert_same(tensors_of(url / "step_00000002"), on_disk)
     whole = run(2, tmp_path / "whole", *LAYOUT, NO_SAVE, until=3)
     layouts = {"tp2": (2, LAYOUT)} | ({"pp2": (2, ["trainer.pp=2"]), "one": (1, [])} if kinds else {})
     for name, (ranks, layout) in layouts.items():
@@ -146,23 +143,6 @@ def test_an_older_one_is_used(
     check_only_published(store, [2, 1])  # the damaged one is replaced
 
 
-@pytest.mark.slow
-def test_damage_of_all_checkpoints_and_of_values_that_another_layout_reads(store: Store, tmp_path: Path) -> None:
-    remote = f"checkpoint.dir={store.url('run')}"
-    run(2, tmp_path / "run", *LAYOUT, EVERY_STEP, remote, until=2)
-    files = [each for each in store.names() if each.endswith(".safetensors")]
-    second = next(each for each in files if each.startswith("run/step_00000002/rank_00001."))
-    _damage(store, second, lambda content: _flipped(content, -6000))
-    for ranks, layout in ((1, []), (2, ["trainer.pp=2"])):
-        assert run(ranks, tmp_path / "run", *layout, remote, NO_SAVE).started_at == 1
-    for each in files:
-        _damage(store, each, lambda content: content[:-5])
-    with raises_with_message(RankFailed, "ConfigError.*all checkpoints are damaged.*checkpoint.resume=never"):
-        run(2, tmp_path / "run", *LAYOUT, remote)
-    assert saved_steps(RemotePath(store.url("run"))) == [2, 1]
-    assert run(2, tmp_path / "run", *LAYOUT, remote, "checkpoint.resume=never", NO_SAVE).started_at == 0
-
-
 def test_a_second_run_stops_the_first(store: Store, tmp_path: Path) -> None:
     remote = f"checkpoint.dir={store.url('run')}"
 
@@ -203,27 +183,24 @@ def test_a_save_that_fails_for_good_stops_the_run(store: Store, tmp_path: Path) 
     ("url", "message"),
     [
         ("gs://bucket/run", "needs a package that is not installed"),
-        ("foo://bucket/run", "names the unknown protocol foo"),
         ("s3://user:secret@bucket/run", "must be the URL of a folder in an object store, without credentials"),
-        ("s3://bucket/", "must be the URL of a folder in an object store, without credentials"),
         ("s3://no-such-bucket/run", "there is no such bucket"),
     ],
 )
 def test_a_url_that_cannot_be_used(url: str, message: str, store: Store, tmp_path: Path) -> None:
-    job = Job(tmp_path / "run", f"checkpoint.dir={url}", "trainer.steps=1")
-    assert job.wait() == 2, job.output
-    text = " ".join(job.output.split())
+    output = run_job(tmp_path / "run", f"checkpoint.dir={url}", "trainer.steps=1", status=2)
+    text = " ".join(output.split())
     assert message in text and "checkpoint.dir" in text and "secret" not in text and "Traceback" not in text
     assert "secret" not in "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file())
 
 
 @pytest.mark.slow
 def test_a_run_of_the_command_line(store: Store, tmp_path: Path) -> None:
-    job = Job(tmp_path / "run", *LAYOUT, "trainer.steps=2", f"checkpoint.dir={store.url('run')}")
-    assert job.wait() == 0 and store.url("run") in job.output
+    output = run_job(tmp_path / "run", *LAYOUT, "trainer.steps=2", f"checkpoint.dir={store.url('run')}")
+    assert store.url("run") in output
     assert find_checkpoint(tmp_path / "run").name == "step_00000002"
-    job = Job(tmp_path / "run", "trainer.steps=3", "checkpoint.export_hf=true")  # the rest is stored
-    assert job.wait() == 0 and "step_00000002" in job.output, job.output
+    output = run_job(tmp_path / "run", "trainer.steps=3", "checkpoint.export_hf=true")  # the rest is stored
+    assert "step_00000002" in output, output
     assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3]
     assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
 
@@ -234,8 +211,7 @@ def test_kills_lose_no_step(store: Store, tmp_path: Path) -> None:
     remote = f"checkpoint.dir={store.url('run')}"
     kill_in_each_part(tmp_path / "run", random.Random(1), *settings, remote)
     for folder, more in ((tmp_path / "run", [remote]), (tmp_path / "whole", [])):
-        job = Job(folder, *settings, *more)
-        assert job.wait() == 0, job.output
+        run_job(folder, *settings, *more)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     newest = RemotePath(store.url("run/step_00000006"))
     assert_same(tensors_of(newest), tensors_of(find_checkpoint(tmp_path / "whole")))

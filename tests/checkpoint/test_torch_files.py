@@ -24,6 +24,7 @@ from megatron_llama.config import ConfigError
 from tests.checkpoint.runner import make_plan, rejection, run
 from tests.checkpoint.source_settings import BATCH, BETAS, DECAY, EPS, LR
 from tests.checkpoint.torch_sources import SETTINGS, llama, titan_name, titan_rows
+from tests.golden import GoldenFiles
 from tests.messages import raises_with_message
 
 State = dict[str, torch.Tensor]
@@ -212,22 +213,14 @@ def test_weights_that_zero_does_not_shard(stage: int, tmp_path: Path) -> None:
     assert all(torch.equal(tensors.rows(name), tensor) for name, tensor in weights.items())
 
 
-ROWS: dict[str, tuple[Callable[[Path, State], None], str]] = {
-    "theta": (lambda f, w: write_meta(f, w, rope_theta=500000.0), "model.rope_theta"),
-    "scaled": (lambda f, w: write_meta(f, w, use_scaled_rope=True), "model.rope_scaling"),
-    "unknown": (lambda f, w: write_meta(f, w, moe_args={"num_experts": 16}), "moe_args"),
-    "litgpt's epsilon": (lambda f, w: write_litgpt(f, w, norm_eps=1e-3), "model.rms_norm_eps"),
-    "gelu": (lambda f, w: write_litgpt(f, w, mlp_class_name="GemmaMLP"), "mlp_class_name"),
-    "softcap": (lambda f, w: write_litgpt(f, w, final_logit_softcapping=30.0), "final_logit_softcapping"),
-    "window": (lambda f, w: write_litgpt(f, w, sliding_window_size=8), "model.sliding_window"),
-}
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_settings_that_change_the_model(name: str, tmp_path: Path) -> None:
-    writer, words = ROWS[name]
-    writer(tmp_path / "source", _weights())
-    assert words in rejection(tmp_path / "source", make_plan(1, tmp_path, *SETTINGS).model, resumes=False, reads=False)
+def test_settings_that_change_the_model(tmp_path: Path) -> None:
+    page, model = "", make_plan(1, tmp_path, *SETTINGS).model
+    for number, line in enumerate(GoldenFiles.commands("checkpoint/meta_and_litgpt.txt")):
+        program, settings = line.split(maxsplit=1)
+        writer = {"meta": write_meta, "litgpt": write_litgpt}[program]
+        writer(tmp_path / str(number), _weights(), **json.loads(settings))
+        page += f"$ {line}\n{rejection(tmp_path / str(number), model, resumes=False, reads=False)}\n"
+    GoldenFiles.check("checkpoint/meta_and_litgpt.txt", page, {rf"{tmp_path}/\d": "FOLDER"})
 
 
 def _save_dcp(folder: Path, weights: State) -> None:

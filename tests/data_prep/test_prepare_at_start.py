@@ -20,13 +20,13 @@ from megatron_llama.config import settings as choices
 from megatron_llama.config.data_settings import raw_data_files, resolve_raw_data
 from megatron_llama.config.settings import DataConfig
 from megatron_llama.corpus.indexed_format import IndexedDataset
-from megatron_llama.plan import resolve
 from megatron_llama.system.wrapping import WIDTH
 from megatron_llama.text.chat_template import NAMED_TEMPLATES
 from megatron_llama.text.conversation import LABELLED
-from tests.checkpoint.runner import Job
+from tests.checkpoint.runner import run_job
 from tests.config.helpers import problems_of
 from tests.data_prep.helpers import sft_arguments, write_csv, write_parquet
+from tests.messages import unwrap
 from tests.paths import CONF
 from tests.processes import Launcher, wait_until
 from tests.tools.inference.models import command, make_folder
@@ -184,23 +184,6 @@ def test_a_bad_record_stops_the_start(base: Path, chat: Path, tmp_path: Path) ->
     assert [path.name for path in (tmp_path / "cache").iterdir() if not path.name.endswith(".lock")] == []
 
 
-def test_files_that_are_refused(base: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_at_start, "MAX_BYTES", 100)
-    for take in (with_prepared, with_finished):
-        with pytest.raises(ConfigError, match=r"python\s+data_prep/sft.py\s+--input"):
-            take(config_of(base, chat, cache=tmp_path))
-    config = config_of(base, chat, tmp_path / "none.jsonl", tmp_path / "t.tsv", cache=tmp_path, chat_template="own")
-    config.init_from = None
-    config.model.num_hidden_layers = 0
-    with pytest.raises(ConfigError) as refused:  # before anything is prepared
-        resolve(config, 1)
-    output = " ".join(str(refused.value).split())
-    for part in ("is needed to encode the text in", "no such file", "is needed for the table", "num_hidden_layers"):
-        assert part in output, part
-    with pytest.raises(ConfigError, match=r"needs\s+raw\s+data\s+files"):
-        resolve(Config(data=DataConfig(kind="sft", prefixes=["x"], chat_template="chatml")), 1, exists=lambda _: True)
-
-
 def test_each_choice_is_a_template() -> None:
     assert set(choices.CHAT_TEMPLATES) == {"own", *NAMED_TEMPLATES}
     assert set(choices.LABEL_TEMPLATES) == set(LABELLED)
@@ -253,19 +236,13 @@ def test_a_run(base: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.Monke
     pickle.mkdir()
     (pickle / "config.json").write_bytes((base / "config.json").read_bytes())
     (pickle / "pytorch_model.bin").write_bytes(b"weights")
-    job = Job(tmp_path / "none", *overrides, f"init_from={pickle}")
-    assert job.wait() == 2 and "only pytorch_model.bin" in " ".join(job.output.split()), job.output
-    assert "rank grid" not in job.output and not (tmp_path / "cache").exists(), "refused before any work"
-    job = Job(tmp_path / "run", *overrides, "trainer.steps=2")
-    assert job.wait() == 0, job.output
-    output = " ".join(job.output.split())
+    output = run_job(tmp_path / "none", *overrides, f"init_from={pickle}", status=2)
+    assert "only pytorch_model.bin" in unwrap(output)
+    assert "rank grid" not in output and not (tmp_path / "cache").exists(), "refused before any work"
+    output = unwrap(run_job(tmp_path / "run", *overrides, "trainer.steps=2"))
     assert "16 documents" in output and "0 skipped" in output
     dry = command(cli.main, *overrides, "trainer.epochs=1", "--dry-run")
     assert "not prepared" not in " ".join(dry.out.split()) and "1 epoch of" in dry.out, dry.err
-    chat.write_text("{\n")
-    job = Job(tmp_path / "bad", *overrides)
-    assert job.wait() == 2 and "Traceback" not in job.output
-    assert f"{chat}, line 1: bad_json" in " ".join(job.output.split())
 
 
 @pytest.mark.parametrize(
@@ -299,8 +276,9 @@ def test_the_command_for_a_large_file_can_be_pasted(base: Path, tmp_path: Path, 
     file = folder / "my own chats.jsonl"
     file.write_text("{}\n")
     monkeypatch.setattr(prepare_at_start, "MAX_BYTES", 1)
-    with pytest.raises(ConfigError) as error:
-        with_finished(config_of(base, file, cache=tmp_path / "cache"))
-    message = str(error.value)
-    words = shlex.split(message[message.index("python data_prep/sft.py") :].replace("\\\n", " ").partition("\n")[0])
-    assert words[words.index("--input") + 1] == str(file) and words[-1] == "corpora/my_own_chats/my_own_chats"
+    for take in (with_prepared, with_finished):
+        with pytest.raises(ConfigError) as error:
+            take(config_of(base, file, cache=tmp_path / "cache"))
+        advice = str(error.value).partition("python data_prep/sft.py")[2].replace("\\\n", " ").partition("\n")[0]
+        words = shlex.split(advice)
+        assert words[words.index("--input") + 1] == str(file) and words[-1] == "corpora/my_own_chats/my_own_chats"

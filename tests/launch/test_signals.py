@@ -24,7 +24,7 @@ from megatron_llama.plan import Plan
 from megatron_llama.system.output import FILE
 from megatron_llama.system.signals import exit_on_signal, ignore_signals
 from megatron_llama.train import loop, run_rank
-from tests.checkpoint.runner import SMALL, Job, leftovers, losses
+from tests.checkpoint.runner import SMALL, Job, leftovers, losses, run_job
 from tests.paths import TRAIN_PY
 from tests.processes import children, environment, run_forked, status_of_fork
 
@@ -91,9 +91,8 @@ def in_a_phase(owner: Any, name: str, number: int, call: int = 1) -> Callable[[P
     ],
 )
 def test_in_training(tmp_path: Path, owner: Any, name: str, number: signal.Signals, status: int, saved: int) -> None:
-    job = Job(tmp_path / "run", *RUN, work=in_a_phase(owner, name, number))
-    assert job.wait() == status, job.output
-    assert "Traceback" not in job.output
+    output = run_job(tmp_path / "run", *RUN, work=in_a_phase(owner, name, number), status=status)
+    assert "Traceback" not in output
     assert (tmp_path / "run/checkpoints/latest").read_text() == f"step_{saved:08d}\n"
     assert losses(tmp_path / "run")[-1][0] == saved and leftovers(tmp_path / "run") == []
     assert (tmp_path / "run/loss.png").exists()
@@ -101,7 +100,7 @@ def test_in_training(tmp_path: Path, owner: Any, name: str, number: signal.Signa
         f"Stopped by {number.name} at step {saved}, saved {tmp_path}/run/checkpoints/step_{saved:08d}; "
         f"to resume, run the same command with run.dir={tmp_path}/run"
     )
-    assert status == 0 or " ".join(job.output.split()).endswith(last), job.output
+    assert status == 0 or " ".join(output.split()).endswith(last), output
 
 
 def signal_all(number: int) -> None:
@@ -137,14 +136,13 @@ def test_ctrl_c_to_all_processes(tmp_path: Path, times: int, status: int) -> Non
 
         supervise.Signals._receive = note  # type: ignore[method-assign]
 
-    job = Job(tmp_path / "run", *RUN, "trainer.tp=2", work=work, prepare=prepare)
-    assert job.wait() == status, job.output
-    assert "Traceback" not in job.output
+    output = run_job(tmp_path / "run", *RUN, "trainer.tp=2", work=work, prepare=prepare, status=status)
+    assert "Traceback" not in output
     assert (tmp_path / "run/loss.png").exists() and len(losses(tmp_path / "run")) == (2 if times == 1 else 1)
     if times == 1:
         assert (tmp_path / "run/checkpoints/latest").read_text() == "step_00000002\n"
     else:
-        assert job.output.splitlines()[-1] == "Stopped by SIGINT."
+        assert output.splitlines()[-1] == "Stopped by SIGINT."
 
 
 @pytest.mark.parametrize(
@@ -156,9 +154,8 @@ def test_before_and_after_training(tmp_path: Path, owner: Any, name: str, steps:
         first(owner, name, lambda: [os.kill(os.getppid(), signal.SIGTERM), time.sleep(600)])
         run_rank.run_rank(plan)
 
-    job = Job(tmp_path / "run", *RUN, "trainer.steps=1", work=work)
-    assert job.wait() == 128 + signal.SIGTERM, job.output
-    assert job.output.splitlines()[-1] == "Stopped by SIGTERM." and "Traceback" not in job.output
+    output = run_job(tmp_path / "run", *RUN, "trainer.steps=1", work=work, status=128 + signal.SIGTERM)
+    assert output.splitlines()[-1] == "Stopped by SIGTERM." and "Traceback" not in output
     assert len(losses(tmp_path / "run")) == steps
 
 
@@ -190,9 +187,8 @@ def test_before_the_ranks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
     else:
         first(start_module.Rank, "start", lambda: signal.raise_signal(signal.SIGINT), 2, patch)
         expected, last = 130, "Stopped by SIGINT."
-    job = Job(tmp_path / "run", *RUN, "trainer.tp=2", prepare=exit_on_signal)
-    assert job.wait() == expected, job.output
-    assert job.output.splitlines()[-1] == last and "Traceback" not in job.output
+    output = run_job(tmp_path / "run", *RUN, "trainer.tp=2", prepare=exit_on_signal, status=expected)
+    assert output.splitlines()[-1] == last and "Traceback" not in output
     assert leftovers(tmp_path / "run") == []
 
 
@@ -203,9 +199,8 @@ def test_while_the_processes_of_a_job_meet(tmp_path: Path) -> None:
         exit_on_signal()
         first(other_launchers, "Rendezvous", lambda: signal.raise_signal(signal.SIGINT))
 
-    job = Job(tmp_path / "run", *RUN[1:], "trainer.tp=2", prepare=prepare)
-    assert job.wait() == 130, job.output
-    assert job.output == "Stopped by SIGINT.\n"
+    output = run_job(tmp_path / "run", *RUN[1:], "trainer.tp=2", prepare=prepare, status=130)
+    assert output == "Stopped by SIGINT.\n"
 
 
 def test_what_a_killed_start_left_half_written_is_deleted(tmp_path: Path) -> None:
@@ -213,8 +208,7 @@ def test_what_a_killed_start_left_half_written_is_deleted(tmp_path: Path) -> Non
     checkpoints.mkdir(parents=True)
     for path in (tmp_path / "run/.config.yaml.here.1.draft", checkpoints / ".latest.here.1.draft"):
         path.touch()
-    job = Job(tmp_path / "run", *RUN, "trainer.steps=1")
-    assert job.wait() == 0, job.output
+    run_job(tmp_path / "run", *RUN, "trainer.steps=1")
     assert leftovers(tmp_path / "run") == []
 
 

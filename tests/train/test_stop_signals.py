@@ -8,6 +8,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,21 +19,29 @@ from tests.processes import plan_of, run_train_py, status_of_fork
 
 
 @pytest.mark.parametrize(
-    ("job", "second", "end"),
+    ("job", "later", "end"),
     [
-        (None, signal.SIGTERM, -signal.SIGTERM),
-        ("7", signal.SIGTERM, 0),
-        (None, signal.SIGHUP, 0),
-        (None, signal.SIGXCPU, 0),
-        (None, signal.SIGUSR2, -signal.SIGUSR2),
-        (None, signal.SIGINT, -signal.SIGINT),
-        ("7", signal.SIGINT, -signal.SIGINT),
+        (None, [(2.0, signal.SIGTERM)], -signal.SIGTERM),
+        (None, [(0.9, signal.SIGUSR1)], 0),
+        (None, [(0.9, signal.SIGUSR1), (1.1, signal.SIGUSR1)], -signal.SIGUSR1),
+        ("7", [(2.0, signal.SIGTERM)], 0),
+        (None, [(2.0, signal.SIGHUP)], 0),
+        (None, [(2.0, signal.SIGXCPU)], 0),
+        (None, [(2.0, signal.SIGUSR2)], -signal.SIGUSR2),
+        (None, [(2.0, signal.SIGINT)], -signal.SIGINT),
+        ("7", [(2.0, signal.SIGINT)], -signal.SIGINT),
     ],
-    ids=["by hand", "under Slurm", "a terminal", "a limit", "submitit", "Ctrl-C", "Ctrl-C under Slurm"],
+    ids=[
+        *("by hand", "an echo", "after an echo", "under Slurm", "a terminal", "a limit", "submitit", "Ctrl-C"),
+        "Ctrl-C under Slurm",
+    ],
 )
-def test_a_second_signal(monkeypatch: pytest.MonkeyPatch, job: str | None, second: int, end: int) -> None:
-    """Slurm only repeats the first, and so does a terminal that closes."""
-    monkeypatch.setattr(stop_signals, "_ECHO_SECONDS", -1.0)
+def test_later_signals(
+    monkeypatch: pytest.MonkeyPatch, job: str | None, later: list[tuple[float, int]], end: int
+) -> None:
+    """Signals at these seconds after the first. Slurm only repeats the first, and so does a terminal that closes."""
+    now = [10.0]
+    monkeypatch.setattr(stop_signals, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if job is not None:
         monkeypatch.setenv("SLURM_JOB_ID", job)
@@ -41,7 +50,9 @@ def test_a_second_signal(monkeypatch: pytest.MonkeyPatch, job: str | None, secon
         with stop_signals.StopSignals(plan_of(1), reports=False) as signals:
             os.kill(os.getpid(), signal.SIGUSR1)
             received = signals.received
-            os.kill(os.getpid(), second)
+            for seconds, number in later:
+                now[0] = 10.0 + seconds
+                os.kill(os.getpid(), number)
             os._exit(0 if received else 1)
 
     assert status_of_fork(work) == end

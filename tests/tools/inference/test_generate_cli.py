@@ -21,7 +21,7 @@ from megatron_llama.config import ConfigError
 from megatron_llama.tools.inference.arguments import inference_plan
 from megatron_llama.tools.inference.generator import Generator
 from megatron_llama.tools.inference.saved_model import open_saved_model
-from tests.checkpoint.runner import Job
+from tests.checkpoint.runner import Job, run_job
 from tests.messages import unwrap
 from tests.oracle import distance
 from tests.ranks import run_ranks
@@ -113,8 +113,7 @@ def test_a_checkpoint_of_any_layout_is_read_as_it_is(folder: Path, tmp_path: Pat
     # A separate job: forked processes would lack torch's threads once they are used here.
     shape = ["model.vocab_size=290", "model.num_hidden_layers=3", "model.tie_word_embeddings=true"]
     layout = ["trainer.steps=0", "trainer.tp=2", "trainer.pp=2"]
-    job = Job(tmp_path / "run", "model=from_hf", f"init_from={folder}", *shape, *layout)
-    assert job.wait() == 0, job.output
+    run_job(tmp_path / "run", "model=from_hf", f"init_from={folder}", *shape, *layout)
     arguments = [*CPU, "--prompt", "the cat sat", "--greedy", "--max-new-tokens", 16]
     theirs = command(generate, folder, *arguments)
     assert theirs.status == 0

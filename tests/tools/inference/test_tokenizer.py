@@ -23,7 +23,7 @@ from megatron_llama.text.tokenizer import (
 from megatron_llama.tools.inference.chat import Decoder, Printer
 from megatron_llama.tools.inference.sampling import StopTexts
 from megatron_llama.tools.inference.saved_model import SavedModel, open_saved_model, stop_ids, tokenizer_of
-from tests.checkpoint.runner import Job
+from tests.checkpoint.runner import run_job
 from tests.data.files import train_tokenizer
 from tests.messages import raises_with_message
 from tests.tools.inference.models import train_sentencepiece, write_tokenizer
@@ -187,8 +187,7 @@ def test_the_tokenizer_is_found_from_other_folders(tmp_path: Path, monkeypatch: 
     content = train_tokenizer(tmp_path / "project/tokenizer.model").read_bytes()
     monkeypatch.chdir(tmp_path / "project")
     for folder in ("runs/inside", "../elsewhere/outside"):
-        job = Job(Path(folder), "data.tokenizer=tokenizer.model", "model.vocab_size=512", "trainer.steps=1")
-        assert job.wait() == 0, job.output
+        run_job(Path(folder), "data.tokenizer=tokenizer.model", "model.vocab_size=512", "trainer.steps=1")
     monkeypatch.chdir("/")
     inside, outside = tmp_path / "project/runs/inside", tmp_path / "elsewhere/outside"
     assert [open_saved_model(run).tokenizer for run in (inside, outside)] == [tmp_path / "project/tokenizer.model"] * 2
