@@ -321,22 +321,8 @@ def test_text_of_a_checkpoint_does_not_reach_the_terminal(
     assert "\\x1b]0;x\\x07\\u202e" in output and not set("\x1b\x07\u202e") & set(output)
 
 
-ODD: tuple[Any, ...] = (
-    None,
-    True,
-    -1,
-    10**400,
-    float("nan"),
-    "x",
-    "\x1b[31m",
-    [],
-    [None],
-    {},
-    {"a": {}},
-    (1,),
-    torch.zeros(2),
-    1 + 2j,
-)
+ODD: tuple[Any, ...] = (None, True, -1, 10**400, float("nan"), "x", "\x1b[31m", [], [None])
+ODD += ({}, {"a": {}}, (1,), torch.zeros(2), 1 + 2j)
 
 
 def test_odd_values_in_files_of_megatron(tmp_path: Path) -> None:

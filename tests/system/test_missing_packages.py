@@ -133,7 +133,15 @@ def test_a_run_needs_all_packages_before_it_starts(hidden: str, expected: str, t
     assert done.stderr.count("\n") == 1 and "pip install -e " in done.stderr
 
 
-def test_what_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """The interpreter of an environment in the test's folder."""
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").touch()
+    return tmp_path / ".venv/bin/python"
+
+
+def test_what_to_type(python: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     error = ModuleNotFoundError(name="hydra")
     monkeypatch.setattr(sys, "argv", ["train.py", "data.name=a b"])
     monkeypatch.setattr(missing_packages, "VENV", tmp_path / "none")
@@ -144,9 +152,6 @@ def test_what_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     other = explain_import_error(ModuleNotFoundError(name="hypothesis"))
     assert str(other).endswith(f"-m pip install -e '{ROOT}[dev]'")
     # Another interpreter was taken than the project's own.
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.touch()
     monkeypatch.setattr(missing_packages, "VENV", tmp_path / ".venv")
     assert f". Type {python} train.py 'data.name=a b', which uses" in str(explain_import_error(error))
     monkeypatch.setattr(missing_packages, "ROOT", tmp_path)
@@ -165,12 +170,10 @@ def test_what_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (".venv", ".venv", "other", "pip install"),
     ],
 )
+@pytest.mark.usefixtures("python")
 def test_pip_is_that_of_the_environment(
     active: str | None, prefix: str, folder: str, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.touch()
     (tmp_path / "other").mkdir()
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         monkeypatch.delenv(name, raising=False)

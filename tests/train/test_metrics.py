@@ -223,42 +223,32 @@ def replace_folder(folder: Path) -> None:
     folder.mkdir()
 
 
-def delete_behind_link(folder: Path) -> None:
-    """Delete the file of a folder that is a link."""
-    (folder / "metrics.jsonl").unlink()
+HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "file deleted": (lambda folder: (folder / "metrics.jsonl").unlink(), ""),
+    "file renamed": (lambda folder: (folder / "metrics.jsonl").rename(folder / "old.jsonl"), ""),
+    "file in a linked folder deleted": (lambda folder: (folder / "metrics.jsonl").unlink(), ""),
+    "folder deleted": (shutil.rmtree, "was deleted"),
+    "folder renamed": (lambda folder: folder.rename(folder.with_name("other")), "was .*renamed"),
+    "folder replaced": (replace_folder, "was .*replaced"),
+}
 
 
-@pytest.mark.parametrize(
-    ("harm", "reported"),
-    [
-        (lambda folder: (folder / "metrics.jsonl").unlink(), None),
-        (lambda folder: (folder / "metrics.jsonl").rename(folder / "old.jsonl"), None),
-        (delete_behind_link, None),
-        (shutil.rmtree, "was deleted"),
-        (lambda folder: folder.rename(folder.with_name("other")), "renamed"),
-        (replace_folder, "replaced"),
-    ],
-    ids=["file deleted", "file renamed", "linked folder", "folder deleted", "folder renamed", "folder replaced"],
-)
-def test_files_that_are_deleted_during_a_run(
-    harm: Callable[[Path], object], reported: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("name", HARMS)
+def test_files_that_are_deleted_during_a_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    harm, reported = HARMS[name]
     folder = tmp_path / "run"
-    if harm is delete_behind_link:
-        (tmp_path / "scratch").mkdir()
-        folder.symlink_to("scratch")
-    else:
-        folder.mkdir()
+    (tmp_path / "scratch").mkdir()
+    folder.symlink_to("scratch") if "linked" in name else folder.mkdir()
     file = MetricsFile(folder / "metrics.jsonl", 0)
     file.append({"step": 1})
     harm(folder)
-    if reported is None:
-        file.append({"step": 2})
-        assert read_metrics(folder / "metrics.jsonl") == [{"step": 2}]
-        assert "metrics.jsonl was deleted or replaced during the run" in capsys.readouterr().err
-    else:
-        with pytest.raises(MachineError, match=f"{folder} was .*{reported.removeprefix('was ')}"):
+    if reported:
+        with pytest.raises(MachineError, match=f"{folder} {reported}"):
             file.append({"step": 2})
+        return
+    file.append({"step": 2})
+    assert read_metrics(folder / "metrics.jsonl") == [{"step": 2}]
+    assert "metrics.jsonl was deleted or replaced during the run" in capsys.readouterr().err
 
 
 def shown(terminal: bool, every: int) -> str:
