@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +32,7 @@ from megatron_llama.train.run_rank import run_rank
 from tests.messages import unwrap
 from tests.oracle import SHAPE, assemble, rank_data, rank_groups, rank_model, rectangles
 from tests.paths import CONF
-from tests.processes import Launcher
+from tests.processes import Launcher, wait_until
 from tests.ranks import run_ranks
 
 SMALL = (*SHAPE, "optim.lr=0.003", "trainer.micro_batch_size=4")
@@ -171,16 +170,6 @@ class Job(Launcher):
             with lock.open() as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
 
-    def until(self, condition: Callable[[], bool], timeout: float = 150) -> None:
-        """Return when ``condition`` is true. Ends the job, and fails, when that takes too long."""
-        deadline = time.monotonic() + timeout
-        while not condition():
-            if time.monotonic() > deadline:
-                self.kill()
-                raise AssertionError(f"never came to it:\n{self.output}")
-            assert os.waitpid(self.pid, os.WNOHANG)[0] == 0, f"ended before:\n{self.output}"
-            time.sleep(0.02)
-
     @property
     def output(self) -> str:
         return self.out.read_text(errors="replace") if self.out.exists() else ""
@@ -214,9 +203,11 @@ def kill_in_each_part(run_dir: Path, chance: random.Random, *settings: str) -> N
     reached = 0
     for held in (2, 4, 6):  # a step that this attempt does not come through, so that it can't end before it is killed
         job = Job(run_dir, *settings, work=with_each_step(lambda step, _: time.sleep(600 * (step == held))))  # noqa: B023
-        job.until(lambda: len(losses(run_dir)) > reached)  # noqa: B023  called at once
-        time.sleep(chance.uniform(0, 0.4))
-        job.kill()
+        try:
+            wait_until(lambda: len(losses(run_dir)) > reached, lambda: job.output)  # noqa: B023  called at once
+            time.sleep(chance.uniform(0, 0.4))
+        finally:
+            job.kill()
         reached = max(reached, len(losses(run_dir)))
 
 

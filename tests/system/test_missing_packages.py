@@ -13,19 +13,11 @@ import pytest
 
 from megatron_llama.system import missing_packages
 from megatron_llama.system.missing_packages import explain_import_error
+from megatron_llama.system.programs import program_files
 from tests.paths import ROOT
 from tests.processes import run_command
 
-COMMANDS = [
-    path.relative_to(ROOT).as_posix()
-    for path in [
-        ROOT / "train.py",
-        *sorted((ROOT / "scripts").glob("*.py")),
-        *sorted((ROOT / "data_prep").glob("*.py")),
-        ROOT / "docs/generate.py",
-    ]
-    if "__main__" in path.read_text(encoding="utf-8")
-]
+COMMANDS = [*(path.relative_to(ROOT).as_posix() for path in program_files().values()), "docs/generate.py"]
 # Arguments with which a command imports its first package, if --help does not.
 WORDS = {
     "train.py": "data=mock",

@@ -199,6 +199,7 @@ class FakeTrackio(Service):
         print("* Trackio project initialized")
         assert more == {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         self.start({"project": project, "name": name, "config": config, "resume": resume})
+        self._next_step = max((record["step"] for record in self.logged), default=-1) + 1
         return self
 
     def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
