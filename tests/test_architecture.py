@@ -181,7 +181,7 @@ def test_files_and_functions_can_be_read_at_once() -> None:
 
 
 # A ratchet: lower a limit when its part shrinks. A feature stays inside, or deletes as much as it adds.
-LIMITS_OF_LINES = {"the core": 41_769, "tools": 18_697, "data_prep": 6_297, "benchmarks": 4_500, "tests": 47_655}
+LIMITS_OF_LINES = {"the core": 41_769, "tools": 18_697, "data_prep": 6_297, "benchmarks": 4_500, "tests": 47_654}
 LIMIT_OF_WORDS = 75_000
 
 
