@@ -36,8 +36,7 @@ os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
 
 def leave_picture_empty(plan: Plan) -> Path:
     """Create an empty ``loss.png``. To draw one takes longer than a run of a test."""
-    picture = plan.run_dir / loss_curve.PICTURE_FILE
-    write_atomically(picture, "")
+    write_atomically(picture := plan.run_dir / loss_curve.PICTURE_FILE, "")
     return picture
 
 

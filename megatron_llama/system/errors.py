@@ -67,7 +67,7 @@ def machine_fault(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, OSError) and error.errno in (*_DISK, *PATHS) and error.filename:
         return f"{error.filename}: {error.strerror}"
-    if isinstance(error, FileNotFoundError) and error.filename is None:  # of the module tempfile
+    if isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error):  # of tempfile
         return f"{error.strerror}: set TMPDIR to a folder that can be written"
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
         return f"too many open files: run `ulimit -n {MOST_FILES}` before this command, or ask the administrator"

@@ -178,6 +178,7 @@ def _from(error: Exception, cause: BaseException | None) -> Exception:
         (FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"), True),
         (OSError(28, "No space left on device"), False),  # where, only the traceback says
         (FileNotFoundError(2, "No such file", "/run/step"), False),
+        (FileNotFoundError(2, "No such file"), False),  # such as a deleted current folder
     ],
 )
 def test_what_a_disk_did_is_no_traceback(error: Exception, is_message: bool) -> None:
